@@ -1,0 +1,37 @@
+"""Settings of one engine: read once, checked, frozen, and sent to its process as it is. Knows no files and no flags."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from engine.protocol import Numerics
+
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`None` and "auto" are resolved when the model is loaded; EngineInfo tells what came out.
+
+    `model` is a directory, a GGUF file or a packaged model's name. `kv_cache_memory_bytes` bounds the device's KV pool.
+    `max_step_tokens` is the token budget of one step, `max_running` the number of slots, `max_waiting` the bound of the
+    queue. `in_flight_steps` 1 is the synchronous loop.
+    """
+
+    model: str = "smollm2"
+    served_model_name: str | None = None
+    dtype: DType = "auto"
+    numerics: Numerics = "default"
+    device: DeviceName = "auto"
+    max_model_len: int | None = None
+    block_size: int = 64
+    kv_cache_memory_bytes: int | None = None
+    max_running: int = 64
+    max_waiting: int = 4096
+    max_step_tokens: int = 1024
+    in_flight_steps: int = 1
+    prefix_cache: bool = True
+    threads: int | None = None
+    chat_template: str | None = None

@@ -1,0 +1,1 @@
+"""From files to models: GGUF, Hugging Face directories, packaged models."""

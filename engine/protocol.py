@@ -1,0 +1,362 @@
+"""The token-level contract of the whole stack: everything that answers a request is an `Engine`.
+
+Text is unknown below the server, so this module speaks token ids alone. It imports no torch, and every struct here is
+what travels on the wire (msgpack). An async generator of `TokenOutput`s is one attempt of one request:
+
+* offsets count output tokens, resumed ones included, so a late duplicate is recognised and dropped;
+* exactly one output carries `finish_reason`, and it is the last;
+* what fails raises an error of engine/errors.py instead (a `RequestError` before the first output, at the door).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from kvstore.keys import PUBLIC_SCOPE
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Numerics = Literal["default", "invariant"]
+GroupKind = Literal["full", "sliding_window"]
+KVTier = Literal["device", "ram", "disk", "remote"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen. Checked at the door (engine/validation.py); below it every value is in range.
+
+    temperature 0 is greedy. top_k 0 is off. `logprobs` None gives none, k >= 0 the chosen token's and k alternatives'.
+    `seed` None is replaced by a drawn one at admission. `max_tokens` counts output tokens, resumed ones included.
+    `stop_token_ids` are the user's: `ignore_eos` switches off the model's end tokens only.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """Source of a constraint on the output. Compiled matchers never travel; state is rebuilt by replay."""
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    source: str
+
+
+class KVTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """A claim on KV blocks that another engine holds for a request, valid for one generation of its lease."""
+
+    address: str
+    request_id: str
+    generation: int
+    tokens: int
+    expires_unix_s: float
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One choice of one client request.
+
+    `resume_ids` are output tokens that an earlier attempt emitted: they stay output tokens for positions, penalties,
+    min/max tokens and offsets. `deadline_unix_s` is absolute, in seconds of the wall clock. Choices of one n > 1
+    request share `group_id`. `cache_scope` (32 bytes) is the root of the request's block keys. Smaller `priority`
+    runs first. `traceparent` is W3C trace context.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams = SamplingParams()
+    attempt: int = 0
+    group_id: str | None = None
+    resume_ids: list[int] = []
+    mode: Literal["full", "prefill_only"] = "full"
+    grammar: Grammar | None = None
+    kv_ticket: KVTicket | None = None
+    cache_scope: bytes = PUBLIC_SCOPE
+    priority: int = 0
+    deadline_unix_s: float | None = None
+    traceparent: str | None = None
+    prompt_logprobs: int | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities of one token under the unmodified logits, best alternatives first."""
+
+    logprob: float
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class CachedTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens whose KV was not computed again, by the tier they came from."""
+
+    device: int = 0
+    ram: int = 0
+    disk: int = 0
+    remote: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.ram + self.disk + self.remote
+
+
+class Timings(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds that one attempt spent waiting, until its first new token, and from there to its end."""
+
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request from one step (or from several, when the receiver was slow).
+
+    `offset` is the output index of `token_ids[0]`. `logprobs` has one entry per token when they were asked for.
+    `cached` and `prompt_logprobs` come with the first output only; the first prompt token has no logprobs (None).
+    `stop_token` is the end or stop token that ended the request: it is the last of `token_ids`, counts as an output
+    token, and the text layer does not show it. `error` explains finish_reason "error" and "abort".
+    """
+
+    request_id: str
+    attempt: int
+    offset: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cached: CachedTokens | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    timings: Timings | None = None
+    error: str | None = None
+    error_code: str | None = None
+    kv_ticket: KVTicket | None = None
+
+
+class KVGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that share one block table. `window_tokens` is set for sliding_window only."""
+
+    kind: GroupKind = "full"
+    layers: tuple[int, ...] = ()
+    kv_heads: int = 1
+    head_dim: int = 1
+    window_tokens: int | None = None
+
+
+class AssetRef(msgspec.Struct, frozen=True):
+    """A file that the engine serves by content: `digest` is the hex SHA-256 of its bytes."""
+
+    digest: str
+    size_bytes: int
+
+
+class TextAssets(msgspec.Struct, frozen=True, kw_only=True):
+    """What an API process needs to turn text into ids and back; fetched by digest, cached across engines.
+
+    `tokenizer` is a tokenizer.json. `bos_id` is prepended to raw prompts (not to chat prompts, whose template does it)
+    when `add_bos`. `chat_template` is the Jinja source.
+    """
+
+    tokenizer: AssetRef
+    chat_template: AssetRef | None = None
+    bos_id: int | None = None
+    add_bos: bool = False
+    special_tokens: dict[str, str] = {}
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is. Two engines with equal `compatibility` may continue each other's requests.
+
+    `incarnation` is drawn anew whenever the engine's process starts. `numerics_fingerprint` names device, operators,
+    dtype and mode: tokens may differ between engines that differ in it. `generation_defaults` are the model's own
+    sampling defaults by SamplingParams field name.
+    """
+
+    model: str
+    incarnation: str
+    weights_digest: str
+    architecture: str
+    dtype: str
+    device: str
+    numerics: Numerics
+    operators: str
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    block_size: int
+    kv_groups: tuple[KVGroupSpec, ...]
+    kv_capacity_tokens: int
+    max_running: int
+    text: TextAssets
+    generation_defaults: dict[str, float | int] = {}
+    step_group: str | None = None
+    threads: int = 1
+
+    @property
+    def numerics_fingerprint(self) -> str:
+        return f"{self.device}/{self.operators}/{self.dtype}/{self.numerics}"
+
+    @property
+    def compatibility(self) -> tuple[str, str, str, int, str]:
+        return (self.architecture, self.weights_digest, self.dtype, self.block_size, self.text.tokenizer.digest)
+
+
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is doing now. Block counts are sums over KV groups; tokens are counted once per request.
+
+    `prefill_tokens_total` and `prefill_busy_s_total` are cumulative, so that a rate is the quotient of differences.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    waiting_kv: int = 0
+    queued_uncached_tokens: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    steps_total: int = 0
+    preemptions_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    output_tokens_total: int = 0
+    requests_total: dict[str, int] = {}
+    prefill_tokens_total: int = 0
+    prefill_busy_s_total: float = 0.0
+    draining: bool = False
+
+
+class Engine(Protocol):
+    """One replica, or anything that behaves like one. All methods are safe to call concurrently on one event loop."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        """Yield the request's new tokens until one output carries `finish_reason`.
+
+        Closing the iterator early aborts the request. Raises RequestError (bad request), PressureError (no room),
+        EngineDiedError (resume elsewhere) or RequestFailedError (this request only).
+        """
+        ...
+
+    async def finish(self, request_id: str, keep_tokens: int) -> None:
+        """End a request as complete: the text layer found a stop string. Output tokens from `keep_tokens` on are
+        overshoot and are kept out of usage and saved blocks. Unknown ids are ignored: the race with the end is normal.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request because nobody waits for it. Unknown ids are ignored."""
+        ...
+
+    async def describe(self) -> EngineInfo:
+        """Raise LoadingError until the engine can serve."""
+        ...
+
+    async def fetch_asset(self, digest: str) -> bytes:
+        """Return the bytes of a text asset of `describe()`."""
+        ...
+
+    async def load(self) -> EngineLoad: ...
+
+    async def drain(self) -> None:
+        """Take nothing new (DrainingError) and let what runs finish."""
+        ...
+
+
+class Target(Protocol):
+    """One routable engine: (pool, worker, DP rank)."""
+
+    @property
+    def target_id(self) -> str: ...
+
+    @property
+    def engine(self) -> Engine: ...
+
+
+Outcome = Literal["ok", "client_error", "pressure", "fault", "cancelled"]
+
+
+class Lease(Protocol):
+    """One request's claim on one target, released exactly once with how it went."""
+
+    @property
+    def target(self) -> Target: ...
+
+    def release(self, outcome: Outcome) -> None: ...
+
+
+class Pool(Protocol):
+    """Targets that may serve the same requests."""
+
+    async def choose(self, request: GenerateRequest, exclude: Collection[str]) -> Lease:
+        """Wait for a ready target outside `exclude` (target ids) and lease it.
+
+        Raises PressureError when the pool is full and DeadlineError when the request's deadline passes first.
+        """
+        ...
+
+
+class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that a KVPort can supply for a request: `keys` follow on the device's own prefix of `start_block`."""
+
+    request_id: str
+    start_block: int
+    keys: tuple[bytes, ...]
+    tier: KVTier
+
+
+class LoadDone(msgspec.Struct, frozen=True, kw_only=True):
+    """End of a load. The first `loaded_blocks` of the plan hold correct KV; `error` says why the rest do not."""
+
+    request_id: str
+    loaded_blocks: int
+    error: str | None = None
+
+
+class HoldDone(msgspec.Struct, frozen=True, kw_only=True):
+    """The port needs a finished request's blocks no longer."""
+
+    request_id: str
+
+
+class FullBlock(msgspec.Struct, frozen=True, kw_only=True):
+    """A published block: immutable from now on. `block_ids` has one id per KV group (0 where the group has none)."""
+
+    request_id: str
+    key: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+
+
+class KVPort(Protocol):
+    """How store and transfer plug into the engine, which imports neither. Called by the scheduler, in its thread.
+
+    Ownership: blocks handed to `start_load` belong to the port until `poll` reports its LoadDone, also when the
+    request is aborted meanwhile. Blocks of a request that `on_finish` answers with "hold" belong to the port until
+    `poll` reports its HoldDone. Nothing here blocks; a port that fails reports it through `poll` and never raises.
+    """
+
+    def match(self, request_id: str, keys: Sequence[bytes], start_block: int) -> LoadPlan | None:
+        """Return what can be loaded after the first `start_block` keys, which the device holds, or None."""
+        ...
+
+    def start_load(self, plan: LoadPlan, block_ids: Sequence[Sequence[int]]) -> None:
+        """Fill `block_ids[group][i]` with the block of `plan.keys[i]`."""
+        ...
+
+    def poll(self) -> Sequence[LoadDone | HoldDone]: ...
+
+    def on_full(self, blocks: Sequence[FullBlock]) -> None:
+        """Blocks were published. The port may read them while their request runs or is held."""
+        ...
+
+    def on_finish(self, request_id: str, keep_tokens: int) -> Literal["free", "hold"]:
+        """The request ended; its first `keep_tokens` tokens (prompt and output) are worth saving."""
+        ...
+
+    def layer_done(self, step: int, layer: int) -> None:
+        """The step's KV of this layer is written."""
+        ...

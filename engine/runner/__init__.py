@@ -1,0 +1,1 @@
+"""Devices and tensors: executes step plans."""

@@ -1,0 +1,1 @@
+"""The Engine protocol between processes: msgpack over ZeroMQ."""

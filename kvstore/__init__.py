@@ -1,0 +1,1 @@
+"""The long-lived KV cache. Imports none of the other packages."""

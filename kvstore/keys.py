@@ -1,0 +1,63 @@
+"""Block keys: the one identity that engine, store, transfer and router share.
+
+A key names a block by everything its KV depends on: the scope (who may share it) and every token from the start of the
+sequence to the block's end. It knows nothing of models or dtypes: those are the namespace, a prefix of store keys.
+
+    root  = scope                                       32 bytes
+    key_i = SHA-256(key_{i-1} | token ids of block i, u32 little-endian | extras)
+
+Each extra is tagged by kind and length-prefixed, so that no two lists of extras share an encoding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from array import array
+from collections.abc import Iterable, Sequence
+from sys import byteorder
+
+KEY_BYTES = 32
+PUBLIC_SCOPE = hashlib.sha256(b"headrace public scope v1").digest()
+"""The scope of everyone where no API keys are configured."""
+
+
+def tenant_scope(secret: bytes, tenant: str, salt: str = "") -> bytes:
+    """Return the 32-byte scope of one tenant (and cache salt). It cannot be computed without `secret`."""
+    tenant_bytes, salt_bytes = tenant.encode(), salt.encode()
+    message = len(tenant_bytes).to_bytes(4, "little") + tenant_bytes + salt_bytes
+    return hmac.digest(secret, message, "sha256")
+
+
+def _encode_extras(extras: Iterable[tuple[str, bytes]]) -> bytes:
+    parts = []
+    for kind, value in extras:
+        kind_bytes = kind.encode()
+        parts.append(len(kind_bytes).to_bytes(1, "little") + kind_bytes + len(value).to_bytes(4, "little") + value)
+    return b"".join(parts)
+
+
+def block_key(parent: bytes, token_ids: Sequence[int], extras: Iterable[tuple[str, bytes]] = ()) -> bytes:
+    """Return the 32-byte key of the block that holds `token_ids` after `parent` (a key or a scope)."""
+    words = array("I", token_ids)
+    if byteorder == "big":
+        words.byteswap()
+    return hashlib.sha256(parent + words.tobytes() + _encode_extras(extras)).digest()
+
+
+class KeyChain:
+    """The keys of one sequence's full blocks, extended as the sequence grows. One walk serves every pool."""
+
+    def __init__(self, scope: bytes, block_size: int) -> None:
+        self.block_size = block_size
+        self.scope = scope
+        self.keys: list[bytes] = []
+
+    def extend(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Add the keys of the blocks that `token_ids` (the whole sequence so far) fills; return all keys."""
+        size = self.block_size
+        parent = self.keys[-1] if self.keys else self.scope
+        for index in range(len(self.keys), len(token_ids) // size):
+            parent = block_key(parent, token_ids[index * size : (index + 1) * size])
+            self.keys.append(parent)
+        return self.keys

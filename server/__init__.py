@@ -1,0 +1,1 @@
+"""The composition root of every process: HTTP, OpenAI protocol, CLI."""

@@ -1,0 +1,25 @@
+"""Settings of `headrace serve`: one schema for flags, environment (HEADRACE_*) and YAML. Read once, frozen."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import EngineConfig
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`keep_alive_s` is the idle time of HTTP connections, `sse_keep_alive_s` the pause after which a stream sends a
+    comment. `drain_timeout_s` bounds how long running streams may go on after SIGTERM. `request_timeout_s` None means
+    no limit beyond the client's patience.
+    """
+
+    engine: EngineConfig = EngineConfig()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_processes: int = 1
+    drain_timeout_s: float = 30.0
+    request_timeout_s: float | None = None
+    max_body_bytes: int = 16 * 1024 * 1024
+    keep_alive_s: float = 120.0
+    sse_keep_alive_s: float = 15.0
+    log_level: str = "info"
