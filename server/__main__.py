@@ -1,0 +1,5 @@
+"""`python -m server` is `headrace`."""
+
+from server.cli.main import main
+
+main()

