@@ -1,1 +1,1 @@
-"""The Engine protocol between processes: msgpack over ZeroMQ."""
+"""The `Engine` protocol between processes: msgspec msgpack over ZeroMQ. The engine binds, its clients connect."""

@@ -1,0 +1,372 @@
+"""The client's end of the wire: `RemoteEngine` is an `Engine` whose work is done in another process.
+
+Owns the streams of its running requests and what is known of the engine's state; engine/wire/session.py owns the
+sockets. Lives on one asyncio (or uvloop) loop. The path of a token is one decoded message per engine step, one deque
+and at most one future per request: no task, no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Literal
+
+import msgspec
+import zmq
+
+from engine.errors import (
+    DrainingError,
+    EngineDiedError,
+    EngineError,
+    HeadraceError,
+    LoadingError,
+    PressureError,
+    RequestError,
+)
+from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
+from engine.wire import messages as wire
+from engine.wire.errors import from_wire
+from engine.wire.session import Session
+
+OUTPUT_CREDIT = 64
+"""Outputs messages that may be under way: enough for steps of a millisecond and a loop that stalls for 60 ms."""
+
+MAX_STREAMS = 16_384
+"""Bounds what a stuck engine can make this process hold."""
+
+CALL_TIMEOUT_S = 30.0
+"""For the control calls. An engine answers between two steps."""
+
+
+class RemoteState(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the engine. "loading" until it was reached once, "dead" whenever it is lost after that.
+
+    `progress` of loading is in [0, 1]. `error` says why the engine failed, also after its process is gone.
+    `incarnation` is of the engine that is connected. `info` is set when "ready" or "draining".
+    """
+
+    state: Literal["loading", "ready", "draining", "failed", "dead"] = "loading"
+    progress: float = 0.0
+    message: str = ""
+    error: HeadraceError | None = None
+    incarnation: str | None = None
+    info: EngineInfo | None = None
+
+
+class _Stream:
+    """One running attempt. It stays known after its end here until the engine has ended it, so that an id which is used
+    again cannot receive the old attempt's outputs."""
+
+    __slots__ = ("attempt", "error", "next_offset", "outputs", "waiter")
+
+    def __init__(self, attempt: int, next_offset: int) -> None:
+        self.attempt = attempt
+        self.next_offset = next_offset
+        self.outputs: deque[TokenOutput] = deque()
+        self.error: HeadraceError | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def fail(self, error: HeadraceError) -> None:
+        self.error = error
+        self.wake()
+
+
+class RemoteEngine:
+    """An engine at `address`. `open()` on the loop that uses it, `close()` at the end; it connects again by itself.
+
+    `counters` are cumulative: malformed frames, outputs that came late or twice, connections lost.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.counters = {"malformed_frames": 0, "late_outputs": 0, "lost_connections": 0}
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(wire.EngineMessage).decode
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._session: Session | None = None
+        self._state = RemoteState(message="Waiting for the engine's process.")
+        self._changed = asyncio.Event()
+        self._streams: dict[str, _Stream] = {}
+        self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
+        self._last_call = 0
+        self._owed_credit = 0
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin to connect. The engine need not be there yet."""
+        if self._context is None:
+            self._context = zmq.Context()
+            self._connect()
+
+    def close(self) -> None:
+        """End every running request with EngineDiedError and release the sockets."""
+        if self._context is None:
+            return
+        self._lose("The connection to the engine was closed.")
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        self._context.term()
+        self._context = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self._state.state == "ready"
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the engine has not ended yet."""
+        return len(self._streams)
+
+    def state(self) -> RemoteState:
+        return self._state
+
+    async def wait_ready(self) -> EngineInfo:
+        """Return once the engine can serve; wait as long as it takes."""
+        while self._state.state != "ready" or self._state.info is None:
+            await self.wait_changed()
+        return self._state.info
+
+    async def wait_changed(self) -> RemoteState:
+        """Return the next state that differs from the present one."""
+        await self._changed.wait()
+        return self._state
+
+    # --- Engine -------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        stream = self._submit(request)
+        ended = False
+        try:
+            while True:
+                while stream.outputs:
+                    output = stream.outputs.popleft()
+                    ended = output.finish_reason is not None
+                    yield output
+                    if ended:
+                        return
+                if stream.error is not None:
+                    ended = True
+                    raise stream.error
+                stream.waiter = asyncio.get_running_loop().create_future()
+                await stream.waiter
+        finally:
+            if not ended:
+                self._abandon(request.request_id, stream)
+
+    async def finish(self, request_id: str, keep_tokens: int) -> None:
+        if request_id in self._streams:
+            self._send(wire.Finish(request_id, keep_tokens))
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._streams:
+            self._send(wire.Abort(request_id))
+
+    async def describe(self) -> EngineInfo:
+        if self._state.info is None:
+            raise self._unavailable()
+        return self._state.info
+
+    async def fetch_asset(self, digest: str) -> bytes:
+        data = bytearray()
+        while True:
+            reply = await self._call(wire.FetchAsset(self._next_call(), digest, len(data)))
+            if not isinstance(reply, wire.AssetReply):
+                raise EngineError("The engine answered with something else than an asset.")
+            data += reply.data
+            if len(data) >= reply.size_bytes or not reply.data:
+                return bytes(data)
+
+    async def load(self) -> EngineLoad:
+        reply = await self._call(wire.GetLoad(self._next_call()))
+        if not isinstance(reply, wire.LoadReply):
+            raise EngineError("The engine answered with something else than its load.")
+        return reply.load
+
+    async def drain(self) -> None:
+        await self._call(wire.Drain(self._next_call()))
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _submit(self, request: GenerateRequest) -> _Stream:
+        if self._state.state != "ready":
+            raise self._unavailable()
+        old = self._streams.get(request.request_id)
+        if old is not None and old.attempt >= request.attempt:
+            raise RequestError(f"Request {request.request_id} is running already.", param="request_id")
+        if len(self._streams) >= MAX_STREAMS:
+            raise PressureError(f"{MAX_STREAMS} requests are running already.")
+        frame = self._encode(wire.Submit(request))
+        if len(frame) > wire.MAX_CLIENT_FRAME_BYTES:
+            raise RequestError(f"The request is larger than {wire.MAX_CLIENT_FRAME_BYTES} bytes.", param="prompt")
+        stream = _Stream(request.attempt, len(request.resume_ids))
+        self._streams[request.request_id] = stream
+        self._send_frame(frame)
+        return stream
+
+    def _abandon(self, request_id: str, stream: _Stream) -> None:
+        """The consumer left. The stream is forgotten when the engine's terminal output comes."""
+        stream.outputs.clear()
+        if self._streams.get(request_id) is stream:
+            self._send(wire.Abort(request_id))
+
+    def _unavailable(self) -> HeadraceError:
+        state = self._state
+        match state.state:
+            case "loading" | "ready":
+                return LoadingError(state.message or "The model is loading.", progress=state.progress)
+            case "draining":
+                return DrainingError("The engine is shutting down.")
+        return EngineDiedError(state.message or "The engine is gone.")
+
+    def _deliver(self, batch: list[TokenOutput]) -> None:
+        streams = self._streams
+        for output in batch:
+            stream = streams.get(output.request_id)
+            if stream is None or output.attempt != stream.attempt or output.offset < stream.next_offset:
+                self.counters["late_outputs"] += 1
+                continue
+            if output.offset > stream.next_offset:
+                # Tokens are missing: better a new attempt from what has arrived than a stream with a hole.
+                self._streams.pop(output.request_id)
+                self._send(wire.Abort(output.request_id))
+                stream.fail(EngineDiedError("Outputs of the engine were lost on their way."))
+                continue
+            stream.next_offset += len(output.token_ids)
+            if output.finish_reason is not None:
+                del streams[output.request_id]
+            stream.outputs.append(output)
+            stream.wake()
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _next_call(self) -> int:
+        self._last_call += 1
+        return self._last_call
+
+    async def _call(self, message: wire.Describe | wire.FetchAsset | wire.GetLoad | wire.Drain) -> wire.Reply:
+        if self._state.state not in ("ready", "draining"):
+            raise self._unavailable()
+        future: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
+        self._calls[message.call_id] = future
+        try:
+            self._send(message)
+            reply = await asyncio.wait_for(future, CALL_TIMEOUT_S)
+        except TimeoutError:
+            raise EngineError(f"The engine has not answered for {CALL_TIMEOUT_S:g} s.") from None
+        finally:
+            self._calls.pop(message.call_id, None)
+        if isinstance(reply, wire.ErrorReply):
+            raise from_wire(reply.error)
+        return reply
+
+    # --- the connection -----------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self._context is None:
+            return
+        if self._session is not None:
+            self._session.close()
+        self._owed_credit = 0
+        self._session = Session(self._context, self.address, self._receive, self._caught_up, self._disconnected)
+        self._send(wire.Hello(wire.WIRE_VERSION, OUTPUT_CREDIT))
+
+    def _disconnected(self) -> None:
+        self.counters["lost_connections"] += 1
+        self._lose("The connection to the engine was lost.")
+        self._connect()
+
+    def _lose(self, message: str) -> None:
+        died = EngineDiedError(message)
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(died)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(died)
+        error = self._state.error
+        self._change(RemoteState(state="dead", message=str(error) if error else message, error=error))
+
+    def _change(self, state: RemoteState) -> None:
+        self._state = state
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _send(self, message: wire.ClientMessage) -> None:
+        self._send_frame(self._encode(message))
+
+    def _send_frame(self, frame: bytes) -> None:
+        if self._session is not None:
+            self._session.send(frame)
+
+    def _receive(self, frame: bytes) -> None:
+        try:
+            message = self._decode(frame)
+        except (ValueError, msgspec.MsgspecError):
+            self.counters["malformed_frames"] += 1
+            return
+        if type(message) is wire.Outputs:
+            self._owed_credit += 1
+            self._deliver(message.batch)
+        else:
+            self._receive_control(message)
+
+    def _caught_up(self) -> None:
+        """Everything that had arrived is handled: grant what was used, in few messages."""
+        if self._owed_credit >= OUTPUT_CREDIT // 4:
+            self._send(wire.Credit(self._owed_credit))
+            self._owed_credit = 0
+
+    def _receive_control(self, message: wire.EngineMessage) -> None:
+        match message:
+            case wire.Refused(request_id, attempt, error):
+                stream = self._streams.get(request_id)
+                if stream is not None and stream.attempt == attempt:
+                    del self._streams[request_id]
+                    stream.fail(from_wire(error))
+            case wire.Welcome(_, incarnation):
+                self._change(RemoteState(message="The model is loading.", incarnation=incarnation))
+            case wire.Status():
+                self._receive_status(message)
+            case wire.VersionRefused(engine_version, client_version):
+                text = f"The engine speaks version {engine_version} of the wire, this process version {client_version}."
+                self._change(RemoteState(state="failed", message=text, error=EngineError(text)))
+            case wire.Bye():
+                self._disconnected()
+            case wire.Outputs():
+                pass
+            case reply:
+                self._receive_reply(reply)
+
+    def _receive_status(self, status: wire.Status) -> None:
+        before = self._state
+        if status.state == "ready" and before.info is None:
+            # Ready is what can be described: the answer completes the change.
+            self._send(wire.Describe(0))
+            return
+        state = msgspec.structs.replace(
+            before,
+            state=status.state,
+            progress=status.progress,
+            message=status.message,
+            error=None if status.error is None else from_wire(status.error),
+        )
+        if state != before:
+            self._change(state)
+
+    def _receive_reply(self, reply: wire.Reply) -> None:
+        if isinstance(reply, wire.InfoReply) and reply.call_id == 0:
+            if self._state.info is None:
+                ready = RemoteState(state="ready", progress=1.0, incarnation=reply.info.incarnation, info=reply.info)
+                self._change(ready)
+        elif (call := self._calls.get(reply.call_id)) is not None and not call.done():
+            call.set_result(reply)

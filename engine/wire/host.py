@@ -1,0 +1,302 @@
+"""The engine's end of the wire, for a single-threaded loop: `pump()` between steps, `send_outputs()` after each.
+
+Owns the ROUTER socket and the peers. It binds before the model is loaded, so that clients learn how far loading is.
+It knows of the engine only `Core`. No call waits for a peer: whatever a peer cannot take now is held for it, merged per
+request, and a peer that is gone has its requests aborted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from engine.errors import DrainingError, HeadraceError, LoadingError, RequestError, RequestFailedError
+from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
+from engine.wire import messages as wire
+from engine.wire.errors import to_wire
+from engine.wire.peers import Peer, Route, Routes
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGES_PER_PUMP = 1024
+"""A flood of messages may not keep the engine from its next step."""
+
+UNREAD_LIMIT_MESSAGES = 10_000
+"""A peer that leaves so many unread is given up. Outputs stop at the end of its credit, so replies alone get there."""
+
+PROBE_INTERVAL_S = 0.5
+"""ZeroMQ does not say when a peer leaves; sending to it does."""
+
+HEARTBEAT_INTERVAL_MS = 3_000
+HEARTBEAT_TIMEOUT_MS = 15_000
+"""ZeroMQ's own threads answer heartbeats, so only a stopped process or a dead link is late."""
+
+
+class Core(Protocol):
+    """What the host needs of the engine. Request ids are the host's own. Every call returns at once."""
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Take a request or raise an error of the tree."""
+        ...
+
+    def finish(self, request_id: str, keep_tokens: int) -> object: ...
+
+    def abort(self, request_id: str) -> object: ...
+
+    def load(self) -> EngineLoad: ...
+
+    def drain(self) -> None: ...
+
+
+class WireHost:
+    """`counters` are cumulative: malformed frames, peers that vanished, outputs that were merged for a slow peer."""
+
+    def __init__(self, address: str) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self.counters = {"malformed_frames": 0, "vanished_peers": 0, "held_outputs": 0}
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(zmq.MAXMSGSIZE, wire.MAX_CLIENT_FRAME_BYTES)
+        self._socket.set(zmq.SNDHWM, UNREAD_LIMIT_MESSAGES)
+        self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        self._socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._socket.set(zmq.LINGER, 1_000)
+        self._socket.bind(address)
+        self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(wire.ClientMessage).decode
+        self._peers: dict[bytes, Peer] = {}
+        self._met_peers = 0
+        self._routes = Routes()
+        self._status = wire.Status("loading")
+        self._next_probe = 0.0
+        self._core: Core | None = None
+        self._info: EngineInfo | None = None
+        self._assets: Mapping[str, bytes] = {}
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._routes)
+
+    @property
+    def num_held(self) -> int:
+        """Requests with outputs that wait for their peer's credit."""
+        return sum(len(peer.pending) for peer in self._peers.values())
+
+    def set_status(self, status: wire.Status) -> None:
+        """Tell every peer, now and when it connects."""
+        self._status = status
+        self._broadcast(status)
+
+    def serve(self, core: Core, info: EngineInfo, assets: Mapping[str, bytes]) -> None:
+        """The engine can serve: `assets` are the bytes of `info.text` by digest."""
+        self._core, self._assets = core, assets
+        self._info = msgspec.structs.replace(info, incarnation=self.incarnation)
+        self.set_status(wire.Status("ready", 1.0))
+
+    def drain(self) -> None:
+        """Take nothing new, and say so."""
+        if self._core is not None and self._status.state == "ready":
+            self._core.drain()
+            self.set_status(wire.Status("draining", 1.0))
+
+    def pump(self, timeout_s: float = 0.0) -> None:
+        """Handle what has arrived; wait for the first message at most `timeout_s`."""
+        if self._socket.poll(int(timeout_s * 1000)):
+            for _ in range(MAX_MESSAGES_PER_PUMP):
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._receive(frames)
+        now = time.monotonic()
+        if now >= self._next_probe:
+            self._next_probe = now + PROBE_INTERVAL_S
+            self._broadcast(self._status)
+
+    def send_outputs(self, outputs: Sequence[TokenOutput]) -> None:
+        """Send one step's outputs, one message per peer; hold them for peers without credit."""
+        batches: dict[bytes, list[TokenOutput]] = {}
+        for route, output in self._routes.translate(outputs):
+            peer = route.peer
+            if peer.credit > 0 and not peer.pending:
+                batches.setdefault(peer.identity, []).append(output)
+            else:
+                self.counters["held_outputs"] += 1
+                peer.hold(route, output)
+        for identity, batch in batches.items():
+            if still_there := self._peers.get(identity):
+                self._send_batch(still_there, batch)
+
+    def close(self) -> None:
+        """Give unsent messages a second to leave, then close."""
+        self._socket.close()
+        self._context.term()
+
+    def _receive(self, frames: list[bytes]) -> None:
+        try:
+            identity, frame = frames
+            message = self._decode(frame)
+        except (ValueError, msgspec.MsgspecError):
+            self.counters["malformed_frames"] += 1
+            return
+        if isinstance(message, wire.Hello):
+            self._greet(identity, message)
+            return
+        peer = self._peers.get(identity)
+        if peer is None:
+            self._send_to(identity, wire.Bye())
+        else:
+            self._handle(peer, message)
+
+    def _greet(self, identity: bytes, hello: wire.Hello) -> None:
+        if identity in self._peers:
+            self._forget(self._peers[identity])
+        if hello.version != wire.WIRE_VERSION:
+            self._send_to(identity, wire.VersionRefused(wire.WIRE_VERSION, hello.version))
+            return
+        self._met_peers += 1
+        self._peers[identity] = Peer(identity, self._met_peers, max(1, hello.credit))
+        self._send_to(identity, wire.Welcome(wire.WIRE_VERSION, self.incarnation))
+        self._send_to(identity, self._status)
+
+    def _handle(self, peer: Peer, message: wire.ClientMessage) -> None:
+        match message:
+            case wire.Credit(count):
+                peer.credit += max(0, count)
+                self._flush(peer)
+            case wire.Submit(request):
+                self._submit(peer, request)
+            case wire.Finish(request_id, keep_tokens):
+                if self._core is not None and (route := peer.running.get(request_id)):
+                    self._core.finish(route.key, keep_tokens)
+            case wire.Abort(request_id):
+                if route := peer.running.get(request_id):
+                    self._abort(route)
+            case wire.Hello():
+                pass
+            case call:
+                self._send(peer, self._answer(call))
+
+    def _submit(self, peer: Peer, request: GenerateRequest) -> None:
+        try:
+            core = self._ready_core()
+            if request.request_id in peer.running:
+                raise RequestError(f"Request {request.request_id} is running already.", param="request_id")
+            route, renamed = self._routes.open(peer, request)
+            try:
+                core.submit(renamed)
+            except BaseException:
+                self._routes.close(route)
+                raise
+        except HeadraceError as error:
+            self._send(peer, wire.Refused(request.request_id, request.attempt, to_wire(error)))
+        except Exception:
+            # One request's input must never end the loop, whatever the engine's checks have missed.
+            log.exception("request %s failed at the door", request.request_id)
+            failed = RequestFailedError("The engine failed to take the request.")
+            self._send(peer, wire.Refused(request.request_id, request.attempt, to_wire(failed)))
+
+    def _ready_core(self) -> Core:
+        if self._status.state == "draining":
+            raise DrainingError("The engine is shutting down.")
+        if self._core is None:
+            raise LoadingError(self._status.message or "The model is loading.", progress=self._status.progress)
+        return self._core
+
+    def _abort(self, route: Route) -> None:
+        """End it for the peer at once: its terminal output does not wait for the step that is under way."""
+        self._routes.close(route)
+        if self._core is not None:
+            self._core.abort(route.key)
+        route.peer.hold(route, TokenOutput(route.request_id, route.attempt, route.next_offset, [], "abort"))
+        self._flush(route.peer)
+
+    def _answer(self, call: wire.Describe | wire.FetchAsset | wire.GetLoad | wire.Drain) -> wire.Reply:
+        try:
+            match call:
+                case wire.FetchAsset(call_id, digest, offset):
+                    data = self._assets.get(digest)
+                    if data is None:
+                        raise RequestError(f"There is no asset {digest}.", param="digest", value=digest)
+                    start = max(0, offset)
+                    return wire.AssetReply(call_id, len(data), data[start : start + wire.ASSET_CHUNK_BYTES])
+                case _ if self._core is None or self._info is None:
+                    raise LoadingError(self._status.message or "The model is loading.", progress=self._status.progress)
+                case wire.Describe(call_id):
+                    return wire.InfoReply(call_id, self._info)
+                case wire.GetLoad(call_id):
+                    return wire.LoadReply(call_id, self._core.load())
+                case wire.Drain(call_id):
+                    self.drain()
+                    return wire.DoneReply(call_id)
+        except HeadraceError as error:
+            return wire.ErrorReply(call.call_id, to_wire(error))
+
+    def _flush(self, peer: Peer) -> None:
+        if peer.pending and peer.credit > 0:
+            self._send_batch(peer, peer.take_pending())
+
+    def _send_batch(self, peer: Peer, batch: list[TokenOutput]) -> None:
+        frame = self._encode(wire.Outputs(batch))
+        if len(frame) <= wire.MAX_ENGINE_FRAME_BYTES:
+            peer.credit -= 1
+            self._send_frame(peer.identity, frame)
+        elif len(batch) > 1:
+            for output in batch:
+                self._send_batch(peer, [output])
+        else:
+            self._send_batch(peer, [self._too_large(peer, batch[0])])
+
+    def _too_large(self, peer: Peer, output: TokenOutput) -> TokenOutput:
+        """Fail a request whose output no frame holds (logprobs of a giant prompt), and nothing else."""
+        route = peer.running.get(output.request_id)
+        if route is not None and route.attempt == output.attempt:
+            self._routes.close(route)
+            if self._core is not None:
+                self._core.abort(route.key)
+        message = f"The output is larger than {wire.MAX_ENGINE_FRAME_BYTES} bytes; ask for fewer logprobs."
+        return TokenOutput(
+            output.request_id, output.attempt, output.offset, [], "error", error=message, error_code="output_too_large"
+        )
+
+    def _broadcast(self, message: wire.EngineMessage) -> None:
+        frame = self._encode(message)
+        for identity in list(self._peers):
+            self._send_frame(identity, frame)
+
+    def _send(self, peer: Peer, message: wire.EngineMessage) -> None:
+        self._send_frame(peer.identity, self._encode(message))
+
+    def _send_to(self, identity: bytes, message: wire.EngineMessage) -> None:
+        self._send_frame(identity, self._encode(message))
+
+    def _send_frame(self, identity: bytes, frame: bytes) -> None:
+        try:
+            self._socket.send_multipart((identity, frame), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # EHOSTUNREACH: it left. EAGAIN: it has not read for thousands of messages.
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            if peer := self._peers.get(identity):
+                self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        del self._peers[peer.identity]
+        self.counters["vanished_peers"] += 1
+        peer.pending.clear()
+        for route in list(peer.running.values()):
+            self._routes.close(route)
+            if self._core is not None:
+                self._core.abort(route.key)

@@ -1,0 +1,146 @@
+"""Every message of the wire, and its bounds. Knows no sockets.
+
+A frame is one msgpack array: a tag, then the fields in order. Fields are only ever appended; what breaks an old peer
+raises WIRE_VERSION, which `Hello` and `Welcome` carry first so that any two versions can tell each other apart.
+
+    client (DEALER)                          engine (ROUTER)
+    Hello ---------------------------------> Welcome, or VersionRefused
+                                             Status: at once, and whenever it changes
+    Submit, Finish, Abort -----------------> Outputs: one per step and peer, or Refused
+    Credit: may send so many more Outputs
+    Describe, FetchAsset, GetLoad, Drain --> InfoReply, AssetReply, LoadReply, DoneReply, or ErrorReply
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
+from engine.wire.errors import WireError
+
+WIRE_VERSION = 1
+
+MAX_CLIENT_FRAME_BYTES = 16 * 1024 * 1024
+"""Of a frame to the engine. A prompt of a million ids is 5 MB."""
+
+MAX_ENGINE_FRAME_BYTES = 64 * 1024 * 1024
+"""Of a frame to a client. Prompt logprobs with many alternatives are the largest."""
+
+ASSET_CHUNK_BYTES = 1024 * 1024
+
+EngineState = Literal["loading", "ready", "draining", "failed"]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """First message of a connection. `credit` is how many Outputs the engine may send before more is granted."""
+
+    version: int
+    credit: int
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    request: GenerateRequest
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    request_id: str
+    keep_tokens: int
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    request_id: str
+
+
+class Credit(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    count: int
+
+
+class Describe(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    call_id: int
+
+
+class FetchAsset(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Ask for the asset's bytes from `offset` on; at most ASSET_CHUNK_BYTES come back."""
+
+    call_id: int
+    digest: str
+    offset: int
+
+
+class GetLoad(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    call_id: int
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    call_id: int
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=32):
+    """`incarnation` is drawn when the engine's process starts: another one means that every request is gone."""
+
+    version: int
+    incarnation: str
+
+
+class VersionRefused(msgspec.Struct, frozen=True, array_like=True, tag=33):
+    engine_version: int
+    client_version: int
+
+
+class Status(msgspec.Struct, frozen=True, array_like=True, tag=34):
+    """`progress` of loading is in [0, 1]. `error` comes with "failed"."""
+
+    state: EngineState
+    progress: float = 0.0
+    message: str = ""
+    error: WireError | None = None
+
+
+class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=35):
+    """What one step (or several, for a peer that was out of credit) produced; an attempt appears at most once."""
+
+    batch: list[TokenOutput]
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=36):
+    """The request was not taken. No output of this attempt follows."""
+
+    request_id: str
+    attempt: int
+    error: WireError
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag=37):
+    """The engine has forgotten this peer, or never met it: connect anew."""
+
+
+class InfoReply(msgspec.Struct, frozen=True, array_like=True, tag=38):
+    call_id: int
+    info: EngineInfo
+
+
+class AssetReply(msgspec.Struct, frozen=True, array_like=True, tag=39):
+    call_id: int
+    size_bytes: int
+    data: bytes
+
+
+class LoadReply(msgspec.Struct, frozen=True, array_like=True, tag=40):
+    call_id: int
+    load: EngineLoad
+
+
+class DoneReply(msgspec.Struct, frozen=True, array_like=True, tag=41):
+    call_id: int
+
+
+class ErrorReply(msgspec.Struct, frozen=True, array_like=True, tag=42):
+    call_id: int
+    error: WireError
+
+
+ClientMessage = Hello | Submit | Finish | Abort | Credit | Describe | FetchAsset | GetLoad | Drain
+Reply = InfoReply | AssetReply | LoadReply | DoneReply | ErrorReply
+EngineMessage = Welcome | VersionRefused | Status | Outputs | Refused | Bye | Reply

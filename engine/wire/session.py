@@ -1,0 +1,105 @@
+"""One connection from a client to an engine: a DEALER socket and its monitor on an asyncio loop. Knows no messages.
+
+A session is never reused: when the connection is lost the client closes it and opens another, so nothing that was meant
+for one engine process reaches the next. Until the engine is there, ZeroMQ tries to connect and keeps what is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+from engine.wire.messages import MAX_ENGINE_FRAME_BYTES
+
+RECONNECT_INTERVAL_MS = 50
+RECONNECT_INTERVAL_MAX_MS = 1_000
+HEARTBEAT_INTERVAL_MS = 3_000
+HEARTBEAT_TIMEOUT_MS = 15_000
+"""ZeroMQ's own threads answer heartbeats, so only a stopped process or a dead link is late."""
+
+
+class Session:
+    """`on_frame` gets every frame, `on_caught_up` runs when no more are there, `on_lost` once and in the end.
+
+    zmq.asyncio costs more than the work it carries, so the sockets' descriptors are watched directly. Those are
+    edge-triggered: a reader must go on until nothing is left, and any send may have swallowed an edge.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        on_frame: Callable[[bytes], None],
+        on_caught_up: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._on_frame, self._on_caught_up, self._on_lost = on_frame, on_caught_up, on_lost
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+        self._reading = False
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, 0)
+        # What waits here is bounded by the client's streams: an abort must never fail for want of room.
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_ENGINE_FRAME_BYTES)
+        self._socket.set(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
+        self._socket.set(zmq.RECONNECT_IVL_MAX, RECONNECT_INTERVAL_MAX_MS)
+        self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        self._socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket_fd = self._socket.fileno()
+        self._monitor_fd = self._monitor.fileno()
+        self._loop.add_reader(self._socket_fd, self._read)
+        self._loop.add_reader(self._monitor_fd, self._read_monitor)
+        self._socket.connect(address)
+
+    def send(self, frame: bytes) -> None:
+        self._socket.send(frame, zmq.NOBLOCK)
+        if not self._reading and self._has_frames():
+            self._reading = True
+            self._loop.call_soon(self._read)
+
+    def close(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        self._loop.remove_reader(self._socket_fd)
+        self._loop.remove_reader(self._monitor_fd)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+
+    def _read(self) -> None:
+        self._reading = True
+        try:
+            self._drain()
+        finally:
+            self._reading = False
+
+    def _drain(self) -> None:
+        while self._open:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                self._on_caught_up()
+                if self._open and self._has_frames():
+                    continue
+                return
+            self._on_frame(frame)
+
+    def _has_frames(self) -> bool:
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _read_monitor(self) -> None:
+        if not self._open:
+            return
+        try:
+            self._monitor.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        # What the engine said before it went is still to be read, a terminal output above all.
+        self._read()
+        if self._open:
+            self._on_lost()
