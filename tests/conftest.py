@@ -1,0 +1,20 @@
+"""What holds for every test: settings of the user's own environment stay out, and a slow machine fails nothing."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+from server.settings import SETTINGS
+
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_settings_from_the_environment() -> None:
+    for setting in SETTINGS:
+        os.environ.pop(setting.variable, None)
+    os.environ.pop("HEADRACE_CONFIG", None)
