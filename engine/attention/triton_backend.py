@@ -1,0 +1,193 @@
+"""The Triton attention back ends: which kernel runs for which rows of a batch, and with which tiles.
+
+Short rows (decode, drafts, the tail of a cached prompt) go to the kernel that splits the KV over programs, long rows to
+the prefill kernel. Both read only device tensors, so a captured CUDA graph stays right when it is replayed with other
+lengths, as long as its block table is as wide as the longest row needs and its rows stay as short as at capture.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBatch
+from engine.kernels.attention import prefill_attention_kernel, split_attention_kernel
+from engine.kernels.kv import write_kv
+
+MAX_HEAD_SLOTS = 1 << 16
+"""Rows times KV heads of one launch: a counter each, allocated once so that a captured graph may keep its address."""
+
+
+@dataclass(frozen=True, slots=True)
+class TritonTiles:
+    """Shapes of the two kernels. `fold_splits`: prefill folds the KV at the same borders as the split kernel does."""
+
+    split_rows: int
+    split_warps: int
+    prefill_rows: int
+    prefill_warps: int
+    kv_tile: int
+    split_tokens: int
+    fold_splits: bool
+
+
+DEFAULT_TILES = TritonTiles(
+    split_rows=16,
+    split_warps=4,
+    prefill_rows=128,
+    prefill_warps=8,
+    kv_tile=64,
+    split_tokens=256,
+    fold_splits=False,
+)
+# 64 rows in both: tensor cores add up a tile of 16 rows and one of 64 by different instructions.
+INVARIANT_TILES = TritonTiles(
+    split_rows=64,
+    split_warps=4,
+    prefill_rows=64,
+    prefill_warps=4,
+    kv_tile=64,
+    split_tokens=256,
+    fold_splits=True,
+)
+
+
+class TritonAttention:
+    """`AttentionBackend` on GPUs. With `INVARIANT_TILES` a token's result is bitwise a function of its own prefix."""
+
+    def __init__(self, name: str = "triton", tiles: TritonTiles = DEFAULT_TILES) -> None:
+        self.name = name
+        self._tiles = tiles
+        self._arrivals: dict[torch.device, Tensor] = {}
+
+    def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
+        write_kv(key, value, k_cache, v_cache, batch.write_index, batch.block_size)
+
+    def attend(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window_tokens: int | None = None,
+    ) -> Tensor:
+        heads = query.shape[1]
+        group = heads // k_cache.shape[1]
+        tiles = self._tiles
+        short_tokens = max(tiles.split_rows, _power_of_two(group)) // group
+        longest = max(batch.host_query_lens)
+        shortest = min(batch.host_query_lens)
+        out = query.new_empty(query.shape)
+        call = _Call(out, query, k_cache, v_cache, batch, group, scale * math.log2(math.e), window_tokens or 0, tiles)
+        if shortest <= short_tokens:
+            short_longest = max(count for count in batch.host_query_lens if count <= short_tokens)
+            call.launch_split(short_longest * group, self._counters(query.device))
+        if longest > short_tokens:
+            call.launch_prefill(short_tokens)
+        return out
+
+    def _counters(self, device: torch.device) -> Tensor:
+        counters = self._arrivals.get(device)
+        if counters is None:
+            counters = torch.zeros(MAX_HEAD_SLOTS, dtype=torch.int32, device=device)
+            self._arrivals[device] = counters
+        return counters
+
+
+def _power_of_two(count: int) -> int:
+    """Return the smallest power of two that is at least `count`: the extents of Triton's tiles."""
+    return 1 << (count - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments that both kernels share."""
+
+    out: Tensor
+    query: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    batch: AttentionBatch
+    group: int
+    scale_log2e: float
+    window: int
+    tiles: TritonTiles
+
+    @property
+    def _stages(self) -> int:
+        return 3 if self.k_cache.element_size() <= 2 else 2
+
+    def launch_split(self, packed_rows: int, counters: Tensor) -> None:
+        batch, tiles, kv_heads = self.batch, self.tiles, self.k_cache.shape[1]
+        rows, blocks = batch.block_tables.shape
+        head_dim = self.query.shape[2]
+        if rows * kv_heads > MAX_HEAD_SLOTS:
+            raise ValueError(f"{rows} rows of {kv_heads} KV heads are more than {MAX_HEAD_SLOTS} in one launch")
+        splits = -(-blocks * batch.block_size // tiles.split_tokens)
+        partials = (rows, kv_heads, splits, packed_rows)
+        split_attention_kernel[(splits, kv_heads, rows)](
+            self.out,
+            self.query,
+            self.k_cache,
+            self.v_cache,
+            self.query.new_empty(*partials, head_dim, dtype=torch.float32),
+            self.query.new_empty(partials, dtype=torch.float32),
+            self.query.new_empty(partials, dtype=torch.float32),
+            counters,
+            batch.block_tables,
+            batch.query_starts,
+            batch.kv_lens,
+            self.scale_log2e,
+            self.query.stride(0),
+            *self.k_cache.stride()[:3],
+            batch.block_tables.stride(0),
+            splits,
+            packed_rows,
+            GROUP=self.group,
+            HEAD_DIM=head_dim,
+            HEAD_PAD=_power_of_two(head_dim),
+            BLOCK_SIZE=batch.block_size,
+            ROWS=max(tiles.split_rows, _power_of_two(self.group)),
+            KV_TILE=tiles.kv_tile,
+            SPLIT_TOKENS=tiles.split_tokens,
+            WINDOW=self.window,
+            num_warps=tiles.split_warps,
+            num_stages=self._stages,
+        )
+
+    def launch_prefill(self, short_tokens: int) -> None:
+        batch, tiles, kv_heads = self.batch, self.tiles, self.k_cache.shape[1]
+        tokens, _, head_dim = self.query.shape
+        rows = batch.block_tables.shape[0]
+        tile_rows = max(tiles.prefill_rows, _power_of_two(self.group))
+        prefill_attention_kernel[(tokens // (tile_rows // self.group) + rows, kv_heads)](
+            self.out,
+            self.query,
+            self.k_cache,
+            self.v_cache,
+            batch.block_tables,
+            batch.query_starts,
+            batch.kv_lens,
+            self.scale_log2e,
+            self.query.stride(0),
+            *self.k_cache.stride()[:3],
+            batch.block_tables.stride(0),
+            rows,
+            SHORT_TOKENS=short_tokens,
+            GROUP=self.group,
+            HEAD_DIM=head_dim,
+            HEAD_PAD=_power_of_two(head_dim),
+            BLOCK_SIZE=batch.block_size,
+            ROWS=tile_rows,
+            KV_TILE=tiles.kv_tile,
+            SPLIT_TOKENS=tiles.split_tokens,
+            WINDOW=self.window,
+            FOLD_SPLITS=tiles.fold_splits,
+            num_warps=tiles.prefill_warps,
+            num_stages=self._stages,
+        )
