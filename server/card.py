@@ -1,0 +1,53 @@
+"""The start-up card: what was loaded, how much fits, and a request to copy. Made from EngineInfo alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from typing import TextIO
+
+from engine.protocol import EngineInfo
+from server.version import VERSION
+
+
+def print_card(info: EngineInfo, url: str, stream: TextIO | None = None) -> None:
+    """Write the card for a server that is ready at `url`. `stream` is stderr when None."""
+    out = stream or sys.stderr
+    out.write(card(info, url) + "\n")
+    out.flush()
+
+
+def card(info: EngineInfo, url: str) -> str:
+    """The card's text."""
+    base = url.rstrip("/")
+    rows = [
+        ("model", f"{info.model} ({info.architecture})"),
+        ("device", f"{info.device}, {_count(info.threads, 'thread')}" if info.device == "cpu" else info.device),
+        ("dtype", info.dtype),
+        ("numerics", info.numerics),
+        ("operators", info.operators),
+        ("window", _count(info.max_model_len, "token")),
+        ("KV cache", _capacity(info)),
+        ("URL", base),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"Headrace {VERSION} is ready.", ""]
+    lines += [f"  {name:<{width}}  {value}" for name, value in rows]
+    return "\n".join([*lines, "", _curl(info.model, base), ""])
+
+
+def _capacity(info: EngineInfo) -> str:
+    """Tokens that fit, and how many requests of a full window that is."""
+    at_once = info.kv_capacity_tokens / info.max_model_len
+    blocks = f"blocks of {info.block_size}"
+    return f"{_count(info.kv_capacity_tokens, 'token')} in {blocks}: {at_once:.1f} requests at the full window"
+
+
+def _curl(model: str, base: str) -> str:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Say hello."}]})
+    return f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d {shlex.quote(body)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,64 @@
+"""The start-up card tells what runs, and its curl line is one that a shell and the server understand."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+
+import pytest
+
+from engine.protocol import AssetRef, EngineInfo, KVGroupSpec, TextAssets
+from server.card import card, print_card
+
+
+def info(**changes: object) -> EngineInfo:
+    values: dict[str, object] = {
+        "model": "smollm2",
+        "incarnation": "i1",
+        "weights_digest": "00",
+        "architecture": "llama",
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "numerics": "default",
+        "operators": "torch",
+        "max_model_len": 8192,
+        "vocab_size": 49152,
+        "eos_ids": (2,),
+        "block_size": 64,
+        "kv_groups": (KVGroupSpec(),),
+        "kv_capacity_tokens": 20480,
+        "max_running": 64,
+        "text": TextAssets(tokenizer=AssetRef("ab", 1)),
+        "threads": 2,
+    }
+    return EngineInfo(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_card_tells_everything_that_decides_tokens_and_capacity() -> None:
+    text = card(info(), "http://127.0.0.1:8000")
+    for told in ("smollm2", "llama", "cpu, 2 threads", "bfloat16", "default", "torch", "8,192 tokens", "20,480 tokens"):
+        assert told in text
+    assert "2.5 requests at the full window" in text
+    assert "http://127.0.0.1:8000\n" in text
+
+
+def test_card_counts_one_thread_as_one() -> None:
+    assert "cpu, 1 thread\n" in card(info(threads=1), "http://h")
+
+
+@pytest.mark.parametrize("name", ["smollm2", "it's a model", 'quo"ted', "naïve/modèle"])
+def test_curl_line_survives_the_shell(name: str) -> None:
+    text = card(info(model=name), "http://127.0.0.1:8000/")
+    line = text[text.index("curl ") :].replace("\\\n", "")
+    words = shlex.split(line)
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == name
+    assert body["messages"][0]["role"] == "user"
+
+
+def test_card_goes_to_the_given_stream_whole() -> None:
+    out = io.StringIO()
+    print_card(info(), "http://h:1", out)
+    assert out.getvalue() == card(info(), "http://h:1") + "\n"
