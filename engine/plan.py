@@ -40,7 +40,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     `token_ids` are those tokens, or None for a decode row (count 1) whose token is the slot's last sample and still on
     the device. `new_blocks[group]` are appended to the slot's block tables before computing. KV of positions below
     `write_start` exists already in a published block: it is computed but written to the null block. With `sample`, the
-    logits after the last position are sampled; the new token has position start + count.
+    logits after the last position are sampled; the new token has position start + count. `next_id` is the prompt token
+    at that position, set when the row's slot wants prompt logprobs and the prompt goes on behind the row.
     """
 
     slot: int
@@ -52,6 +53,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     write_start: int = 0
     drafts: tuple[int, ...] = ()
     grammar_row: int | None = None
+    next_id: int | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +72,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 class RowResult(msgspec.Struct, frozen=True, array_like=True):
     """What a row produced: the accepted tokens (one without drafts, none for a row that does not sample).
 
-    `prompt_logprobs` are of the tokens at positions start + 1 .. start + count of a prompt that asked for them.
+    `prompt_logprobs` are of the tokens at positions start + 1 .. start + count of a prompt that asked for them; without
+    the row's `next_id` the last of these is not there.
     `error` ends this request and no other.
     """
 
