@@ -1,0 +1,141 @@
+"""One API process: the HTTP application on an inherited socket, in front of an engine core in another process.
+
+`python -m server.api_process` reads its `Boot` as one line of JSON on stdin. SIGTERM drains: new requests are refused,
+running ones get `drain_timeout_s`, exit code 0. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI
+
+from engine.wire.client import RemoteEngine
+from router.pool import StaticPool, StaticTarget
+from router.supervisor import Supervisor
+from server import logs
+from server.config import ServeConfig
+from server.health import ServiceState
+
+CLOSE_TIMEOUT_S = 2
+"""For connections that do not close although nothing runs on them."""
+
+
+class Boot(msgspec.Struct, frozen=True, kw_only=True):
+    """`listen_fd` is a listening socket, shared by all API processes. `scope_secret` (hex) is shared as well, and so is
+    `metrics_dir`, which is needed when there are several processes.
+    """
+
+    config: ServeConfig
+    listen_fd: int
+    core_address: str
+    scope_secret: str | None = None
+    metrics_dir: str | None = None
+
+
+class RemoteReadiness:
+    """The state of a remote engine, as the HTTP layer tells it: once it was ready, being away means restarting."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+        self._was_ready = False
+
+    def state(self) -> ServiceState:
+        state = self._engine.state()
+        match state.state:
+            case "ready":
+                self._was_ready = True
+                return ServiceState("ready")
+            case "draining":
+                return ServiceState("draining")
+            case "failed":
+                return ServiceState("failed", error=state.message or "the engine failed")
+            case "loading" if not self._was_ready:
+                return ServiceState("loading", progress=state.progress)
+        return ServiceState("restarting", progress=state.progress)
+
+    async def wait_ready(self) -> None:
+        await self._engine.wait_ready()
+        self._was_ready = True
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn closes its sockets at the first signal; this one goes on answering until the drain is over."""
+
+    def __init__(self, app: FastAPI, config: ServeConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                loop="uvloop",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=max(1, round(config.keep_alive_s)),
+                timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+            )
+        )
+        self._traffic = app.state.service.traffic
+        self._drain_timeout_s = config.drain_timeout_s
+        self._drain: asyncio.Task[None] | None = None
+
+    def begin_drain(self) -> None:
+        """What a signal does. Safe to call again: that ends the server at once."""
+        if self._drain is not None:
+            self.should_exit = self.force_exit = True
+        else:
+            self._drain = asyncio.create_task(self._drain_and_exit())
+
+    async def _drain_and_exit(self) -> None:
+        await self._traffic.drain(self._drain_timeout_s)
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signal_number, self.begin_drain)
+        try:
+            yield
+        finally:
+            for signal_number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(signal_number)
+
+
+async def serve(boot: Boot) -> None:
+    # Imported late: prometheus_client decides at import whether its counters are shared between processes.
+    from server.app import build_app
+
+    remote = RemoteEngine(boot.core_address)
+    remote.open()
+    engine = Supervisor(StaticPool([StaticTarget(boot.core_address, remote)]))
+    secret = None if boot.scope_secret is None else bytes.fromhex(boot.scope_secret)
+    app = build_app(engine, config=boot.config, state=RemoteReadiness(remote), scope_secret=secret)
+    try:
+        with socket.socket(fileno=boot.listen_fd) as listener:
+            await DrainingServer(app, boot.config).serve([listener])
+    finally:
+        remote.close()
+
+
+def main() -> None:
+    boot = msgspec.json.decode(sys.stdin.readline(), type=Boot)
+    logs.configure(boot.config.log_level, boot.config.log_format)
+    if boot.metrics_dir is not None:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = boot.metrics_dir
+    with asyncio.Runner(loop_factory=uvicorn.Config("", loop="uvloop").get_loop_factory()) as runner:
+        runner.run(serve(boot))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The HTTP application: routes, error answers and the lifespan of what they share. Everything below is an `Engine`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.errors import HeadraceError
+from engine.protocol import Engine, EngineLoad
+from server.config import ServeConfig
+from server.errors import reply_to
+from server.health import Readiness, health_routes
+from server.metrics import CONTENT_TYPE
+from server.middleware import EdgeMiddleware
+from server.openai.chat import prepare_chat
+from server.openai.completions import prepare_completion
+from server.openai.exchange import GenerateEndpoint
+from server.openai.models import model_routes
+from server.openai.schema import describe_bodies
+from server.service import Service
+from server.version import VERSION
+
+SCRAPE_TIMEOUT_S = 2.0
+"""Of the engine's part of /metrics: a busy engine costs a scrape its gauges, not its answer."""
+
+
+def build_app(engine: Engine, *, config: ServeConfig, state: Readiness, scope_secret: bytes | None = None) -> FastAPI:
+    """Return the application. It answers at once; model routes are refused until `state` is ready.
+
+    `app.state.service` holds the Service, whose `traffic.drain()` the process calls when it is told to end.
+    `scope_secret` keeps the caches of `cache_salt`s apart; processes of one server share it.
+    """
+    service = Service(engine, config, state, scope_secret)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await service.close()
+
+    app = FastAPI(title="Headrace", version=VERSION, lifespan=lifespan, redirect_slashes=False)
+    app.state.service = service
+    for path, prepare in (("/v1/chat/completions", prepare_chat), ("/v1/completions", prepare_completion)):
+        # An ASGI application of its own: the framework would read the body and build a response before the answer.
+        app.router.routes.append(Route(path, GenerateEndpoint(service, prepare), methods=["POST"]))
+    app.include_router(model_routes(service))
+    app.include_router(health_routes(service))
+    app.include_router(_metrics_route(service))
+    for error in (HeadraceError, HTTPException, Exception):
+        app.add_exception_handler(error, _answer_error)
+    app.add_middleware(EdgeMiddleware, metrics=service.metrics)
+    describe_bodies(app)
+    return app
+
+
+def _metrics_route(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/metrics", summary="Prometheus metrics")
+    async def metrics(request: Request) -> Response:
+        load: EngineLoad | None = None
+        try:
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                load = await service.engine.load()
+        except (HeadraceError, TimeoutError):
+            pass  # loading, restarting or busy: the HTTP layer's own metrics are still worth having
+        return Response(service.metrics.scrape(load), headers={"content-type": CONTENT_TYPE})
+
+    return router
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = HTTPException(404, f"Unknown request URL: {request.method} {request.url.path}.")
+    reply = reply_to(error)
+    response = Response(reply.body, reply.status, media_type="application/json")
+    response.raw_headers.extend(reply.headers)
+    return response

@@ -1,0 +1,181 @@
+"""From what went wrong to what the client is told: one table of statuses, types, codes and headers.
+
+Knows the tree of engine/errors.py, what pydantic says of a body and what the framework says of a URL. Every error body
+is OpenAI's nested object with its four keys. Retry-After stays under a minute because clients ignore longer ones, and
+`x-should-retry: false` stops SDKs from repeating what cannot succeed.
+"""
+
+from __future__ import annotations
+
+import http
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from engine.errors import (
+    ConfigError,
+    DeadlineError,
+    DrainingError,
+    EngineDiedError,
+    EngineError,
+    HeadraceError,
+    LoadingError,
+    ModelError,
+    PressureError,
+    RequestError,
+    UnsupportedError,
+)
+
+logger = logging.getLogger("headrace.http")
+
+MAX_RETRY_AFTER_S = 60
+SHOWN_VALUE_CHARACTERS = 80
+
+Retry = Literal["default", "after", "never"]
+
+
+class UnknownModelError(RequestError):
+    """The body or the URL names a model that is not served here."""
+
+    code = "model_not_found"
+
+    def __init__(self, model: str, served: Sequence[str]) -> None:
+        names = ", ".join(repr(name) for name in served)
+        super().__init__(f"The model {shown(model)} does not exist here. Served: {names}.", param="model", value=model)
+
+
+class BodyTooLargeError(RequestError):
+    """The body is over the limit; it was not read to its end."""
+
+    code = "request_too_large"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"The request body is larger than {limit_bytes} bytes.")
+
+
+class ClientGoneError(HeadraceError):
+    """The client closed its connection: nobody reads the answer."""
+
+    code = "client_closed_request"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one branch of the error tree is answered."""
+
+    error: type[HeadraceError]
+    status: int
+    type: str
+    retry: Retry = "default"
+
+
+# The first match wins, so a class stands before its bases.
+TABLE: tuple[Rule, ...] = (
+    Rule(UnknownModelError, 404, "invalid_request_error"),
+    Rule(BodyTooLargeError, 413, "invalid_request_error"),
+    Rule(RequestError, 400, "invalid_request_error"),
+    Rule(LoadingError, 503, "service_unavailable_error", "after"),
+    Rule(DrainingError, 503, "service_unavailable_error", "after"),
+    Rule(PressureError, 429, "rate_limit_error", "after"),
+    Rule(ClientGoneError, 499, "invalid_request_error", "never"),
+    Rule(DeadlineError, 504, "server_error", "never"),
+    Rule(EngineDiedError, 503, "service_unavailable_error", "after"),
+    Rule(EngineError, 500, "server_error", "never"),
+    Rule(ConfigError, 500, "server_error", "never"),
+    Rule(ModelError, 500, "server_error", "never"),
+    Rule(HeadraceError, 500, "server_error", "never"),
+)
+
+
+@dataclass(frozen=True)
+class ErrorReply:
+    """An error as it goes out: `body` is whole JSON, the same in a response and in an event of a stream."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    @property
+    def event(self) -> bytes:
+        """The error as the last event of a stream, which then ends without [DONE]."""
+        return b"data: " + self.body + b"\n\n"
+
+
+def reply_to(error: BaseException) -> ErrorReply:
+    """Return the answer to any exception. What is not of our tree is logged and told as an internal error."""
+    if isinstance(error, HTTPException):
+        return _framework_reply(error)
+    if isinstance(error, HeadraceError):
+        rule = next(rule for rule in TABLE if isinstance(error, rule.error))
+        body = error_body(str(error), rule.type, param=getattr(error, "param", None), code=error.code)
+        return ErrorReply(rule.status, body, _retry_headers(rule.retry, getattr(error, "retry_after_s", 1.0)))
+    logger.error("request failed", exc_info=error)
+    body = error_body("The server had an error while processing the request.", "server_error", code="internal_error")
+    return ErrorReply(500, body, _retry_headers("never", 0))
+
+
+def error_body(message: str, type: str, *, param: str | None = None, code: str | None = None) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": type, "param": param, "code": code}})
+
+
+def _retry_headers(retry: Retry, retry_after_s: float) -> tuple[tuple[bytes, bytes], ...]:
+    if retry == "never":
+        return ((b"x-should-retry", b"false"),)
+    if retry == "after":
+        seconds = min(MAX_RETRY_AFTER_S, max(1, math.ceil(retry_after_s)))
+        return ((b"retry-after", str(seconds).encode()),)
+    return ()
+
+
+def _framework_reply(error: HTTPException) -> ErrorReply:
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    phrase = http.HTTPStatus(error.status_code).phrase
+    message = error.detail if error.detail and error.detail != phrase else phrase + "."
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    headers = tuple((name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items())
+    return ErrorReply(error.status_code, error_body(message, kind, code=code), headers)
+
+
+def error_from_validation(error: ValidationError) -> RequestError:
+    """Return pydantic's first complaint as a RequestError that names the field as the client wrote it."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = param_name(first["loc"])
+    match first["type"]:
+        case "missing":
+            return RequestError(
+                f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+            )
+        case "unsupported":
+            return UnsupportedError(first["msg"], param=param)
+        case "model_type" | "dict_type" if param is None:
+            return RequestError("The request body must be a JSON object.", code="invalid_type")
+        case kind:
+            code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+            what = "type" if code == "invalid_type" else "value"
+            value = first["input"]
+            return RequestError(
+                f"Invalid {what} for '{param}': {first['msg']} (got {shown(value)}).",
+                param=param,
+                value=value,
+                code=code,
+            )
+
+
+def param_name(location: Sequence[int | str]) -> str | None:
+    """("messages", 0, "content") -> "messages[0].content"."""
+    name = ""
+    for part in location:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+    return name or None
+
+
+def shown(value: object) -> str:
+    """A value of the client's, short enough for a message."""
+    text = repr(value[: SHOWN_VALUE_CHARACTERS + 1]) if isinstance(value, str | list) else repr(value)
+    return text if len(text) <= SHOWN_VALUE_CHARACTERS else text[:SHOWN_VALUE_CHARACTERS] + "..."

@@ -1,0 +1,110 @@
+"""Prometheus metrics of the HTTP layer, and the engine's load as metrics. Knows requests by their route only.
+
+Times are of this process's monotonic clock. With several API processes prometheus_client keeps the counters in files
+under PROMETHEUS_MULTIPROC_DIR and a scrape of any process answers for all; the engine's own values come from the engine
+and are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from engine.protocol import EngineLoad
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class ServerMetrics:
+    """One per process. Its registry is its own, so that a test may have many."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.http_requests = Counter(
+            "headrace_http_requests", "HTTP requests by route and status.", ["route", "status"], registry=registry
+        )
+        self.ttft = Histogram(
+            "headrace_request_ttft_seconds",
+            "From a request's arrival to its first token.",
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.itl = Histogram(
+            "headrace_request_itl_seconds",
+            "Between the outputs of one choice, per token.",
+            buckets=ITL_BUCKETS_S,
+            registry=registry,
+        )
+        self.e2e = Histogram(
+            "headrace_request_e2e_seconds",
+            "From a request's arrival to the end of its answer.",
+            buckets=E2E_BUCKETS_S,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter("headrace_prompt_tokens", "Prompt tokens.", registry=registry)
+        self.cached_prompt_tokens = Counter(
+            "headrace_cached_prompt_tokens", "Prompt tokens whose KV was not computed again.", registry=registry
+        )
+        self.generation_tokens = Counter("headrace_generation_tokens", "Generated tokens.", registry=registry)
+        self.client_disconnects = Counter(
+            "headrace_client_disconnects", "Requests whose client left before the end.", registry=registry
+        )
+        self.ignored_params = Counter(
+            "headrace_ignored_params", "Unknown body fields that were ignored.", registry=registry
+        )
+
+    def scrape(self, load: EngineLoad | None) -> bytes:
+        """Return the exposition. `load` is None when the engine cannot be asked now: its metrics are then absent."""
+        registry = self.registry
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        text = generate_latest(registry)
+        if load is not None:
+            engine_registry = CollectorRegistry()
+            engine_registry.register(EngineLoadCollector(load))
+            text += generate_latest(engine_registry)
+        return text
+
+
+class EngineLoadCollector(Collector):
+    """One EngineLoad as metrics. Its totals restart from zero with the engine, as Prometheus counters may."""
+
+    def __init__(self, load: EngineLoad) -> None:
+        self.load = load
+
+    def collect(self) -> Iterator[Metric]:
+        load = self.load
+        gauges: Iterable[tuple[str, str, int]] = (
+            ("headrace_requests_running", "Requests in the engine's batch.", load.running),
+            ("headrace_requests_waiting", "Requests waiting for the batch.", load.waiting),
+            ("headrace_requests_waiting_kv", "Requests waiting for KV to be loaded.", load.waiting_kv),
+            ("headrace_queued_uncached_tokens", "Prompt tokens still to be computed.", load.queued_uncached_tokens),
+            ("headrace_kv_blocks_used", "KV blocks in use.", load.kv_blocks_used),
+            ("headrace_kv_blocks_total", "KV blocks of the pool.", load.kv_blocks_total),
+        )
+        counters: Iterable[tuple[str, str, float]] = (
+            ("headrace_engine_steps", "Steps of the engine.", load.steps_total),
+            ("headrace_preemptions", "Requests pushed out of the batch.", load.preemptions_total),
+            ("headrace_engine_prompt_tokens", "Prompt tokens, as the engine counts.", load.prompt_tokens_total),
+            ("headrace_engine_cached_tokens", "Cached prompt tokens, as the engine counts.", load.cached_tokens_total),
+            ("headrace_engine_output_tokens", "Output tokens, as the engine counts.", load.output_tokens_total),
+            ("headrace_engine_prefill_tokens", "Prompt tokens computed.", load.prefill_tokens_total),
+            ("headrace_engine_prefill_busy_seconds", "Time spent on them.", load.prefill_busy_s_total),
+        )
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, text, total in counters:
+            yield CounterMetricFamily(name, text, value=total)
+        ended = CounterMetricFamily("headrace_engine_requests", "Ended requests by outcome.", labels=["outcome"])
+        for outcome, count in load.requests_total.items():
+            ended.add_metric([outcome], count)
+        yield ended

@@ -1,0 +1,60 @@
+"""The outermost ASGI layer: the request id and the request counter. Costs one call per message, no task, no copy."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.metrics import ServerMetrics
+
+SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}\Z")
+"""Ids that are safe in headers and logs; another id of the client's is replaced."""
+
+KNOWN_ROUTES = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/version", "/metrics", "/load"}
+)
+CLIENT_LEFT = "499"
+
+
+class EdgeMiddleware:
+    """Puts x-request-id on every response and counts it by route and status."""
+
+    def __init__(self, app: ASGIApp, *, metrics: ServerMetrics) -> None:
+        self.app = app
+        self.requests = metrics.http_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        status = CLIENT_LEFT
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+                MutableHeaders(scope=message).append("x-request-id", request_id)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            self.requests.labels(_route(scope["path"]), status).inc()
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and SANE_ID.match(value):
+            return str(value, "ascii")
+    return f"req-{uuid.uuid4().hex}"
+
+
+def _route(path: str) -> str:
+    """The label of a path: paths are the client's to choose, labels are not."""
+    if path in KNOWN_ROUTES:
+        return path
+    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"

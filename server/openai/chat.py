@@ -1,0 +1,95 @@
+"""POST /v1/chat/completions: messages to choices, and the two forms of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.errors import RequestError
+from server.openai.body import parse_body
+from server.openai.chat_body import ChatBody
+from server.openai.exchange import Prepared
+from server.openai.extras import ignored_params
+from server.openai.generation import Answer, Piece, Usage
+from server.openai.logprobs import TokenNames, chat_logprobs
+from server.openai.sampling import Wanted, choice_runs
+from server.openai.sse import Envelope, Frame, encode_json, event_json, finished, json_text, new_envelope, usage_fields
+from server.service import Service
+
+
+async def prepare_chat(service: Service, body: bytes) -> Prepared:
+    """Check, render and tokenise. Raises what the client is to be told instead of an answer."""
+    request = await parse_body(body, ChatBody)
+    ignored = ignored_params(request)
+    service.check_model(request.model)
+    _check(request)
+    text = service.require_text()
+    continues = request.continue_final_message
+    prompt_ids = await text.chat_ids(
+        [message.for_template() for message in request.messages],
+        add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
+        continue_final_message=continues,
+    )
+    envelope = new_envelope("chatcmpl", text.info)
+    wanted = Wanted(request.token_limit, request.token_logprobs)
+    return Prepared(
+        runs=choice_runs(service, text, request, wanted, [prompt_ids], envelope.id),
+        format=ChatFormat(envelope, text.codec, request.n, include_usage=request.include_usage),
+        stream=request.stream,
+        include_usage=request.include_usage,
+        ignored=ignored,
+    )
+
+
+def _check(request: ChatBody) -> None:
+    """What no single field can say."""
+    request.check_stream_options()
+    if request.top_logprobs and not request.logprobs:
+        raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs", value=request.top_logprobs)
+    if request.continue_final_message and request.add_generation_prompt:
+        raise RequestError(
+            "'continue_final_message' and 'add_generation_prompt' exclude each other.", param="continue_final_message"
+        )
+
+
+class ChatFormat:
+    """Chunks: the role, then text, then a finish without text. The bytes around a choice's text are built once."""
+
+    def __init__(self, envelope: Envelope, names: TokenNames, choices: int, *, include_usage: bool) -> None:
+        self._envelope = envelope
+        self._names = names
+        self._frame = frame = Frame(envelope, "chat.completion.chunk", include_usage)
+        self._starts = [frame.before_choice(index) + b',"delta":' for index in range(choices)]
+        self._text_starts = [start + b'{"content":' for start in self._starts]
+        self._text_end = b'},"logprobs":null' + frame.after_choice()
+
+    def opening(self, index: int) -> bytes:
+        role = b'{"role":"assistant","content":"","refusal":null},"logprobs":null'
+        return self._starts[index] + role + self._frame.after_choice()
+
+    def piece(self, piece: Piece) -> bytes:
+        if piece.finish_reason is not None:
+            end = self._frame.after_choice(finished(piece.finish_reason))
+            return self._starts[piece.index] + b'{},"logprobs":' + self._logprobs(piece) + end
+        start = self._text_starts[piece.index] + json_text(piece.text)
+        if piece.tokens is None:
+            return start + self._text_end
+        return start + b'},"logprobs":' + self._logprobs(piece) + self._frame.after_choice()
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._frame.usage(usage)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        choices = [
+            {
+                "index": answer.index,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "logprobs": None if answer.tokens is None else chat_logprobs(answer.tokens, self._names),
+                "finish_reason": answer.finish_reason,
+            }
+            for answer in answers
+        ]
+        fields = self._envelope.fields("chat.completion")
+        return encode_json({**fields, "choices": choices, "usage": usage_fields(usage)})
+
+    def _logprobs(self, piece: Piece) -> bytes:
+        return event_json(chat_logprobs(piece.tokens, self._names)) if piece.tokens else b"null"

@@ -1,0 +1,71 @@
+"""The body of POST /v1/completions and the four forms of its prompt."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from server.openai.fields import MAX_LOGPROBS, GenerationBody, Whole
+
+MAX_PROMPTS = 1024
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default for this route."""
+
+Prompt = str | list[int]
+
+
+def _prompts(value: object) -> list[Prompt]:
+    """str, [str], [int] or [[int]] -> a list of prompts. One pass that stops at the first fault."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError(
+            "prompt_type", "a string, or a list of strings, token ids or lists of token ids, not empty"
+        )
+    if _is_whole(value[0]):
+        return [_token_ids(value)]
+    if len(value) > MAX_PROMPTS:
+        raise PydanticCustomError("prompt_length", f"at most {MAX_PROMPTS} prompts are allowed")
+    if all(isinstance(prompt, str) for prompt in value):
+        return list(value)
+    return [_token_ids(prompt) for prompt in value]
+
+
+def _token_ids(value: object) -> list[int]:
+    if not isinstance(value, list) or not value or not all(_is_whole(token) for token in value):
+        raise PydanticCustomError("prompt_type", "lists of token ids hold non-negative integers only and are not empty")
+    return [int(token) for token in value]
+
+
+def _is_whole(value: object) -> bool:
+    if isinstance(value, float):
+        return value.is_integer() and 0 <= value < 2**32
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**32
+
+
+Prompts = Annotated[
+    list[Prompt],
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+
+
+class CompletionBody(GenerationBody):
+    prompt: Prompts
+    logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def token_limit(self) -> int:
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens

@@ -1,0 +1,207 @@
+"""One generating request over ASGI: body in, work raced against the client's patience, JSON or events out.
+
+Everything that can fail at the door (shape, template, length, the engine's admission) fails before the status line,
+because the stream opens with its first piece; a silent engine opens it with a keep-alive comment instead. A stream ends
+with [DONE] or with an error event, never with both or neither. Knows nothing of what chat and completions differ in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from server.errors import ClientGoneError, reply_to
+from server.openai.body import read_body
+from server.openai.generation import Answer, ChoiceRun, Piece, RequestClock, Usage, collect, merged, usage_of
+from server.openai.sse import DONE, KEEP_ALIVE
+from server.service import Service
+from server.traffic import draining_error
+
+Header = tuple[bytes, bytes]
+
+STREAM_HEADERS: list[Header] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Format(Protocol):
+    """How one route writes its answer."""
+
+    def opening(self, index: int) -> bytes: ...
+
+    def piece(self, piece: Piece) -> bytes: ...
+
+    def usage(self, usage: Usage) -> bytes: ...
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked request, ready to run."""
+
+    runs: list[ChoiceRun]
+    format: Format
+    stream: bool
+    include_usage: bool
+    ignored: list[str]
+
+
+Prepare = Callable[[Service, bytes], Awaitable[Prepared]]
+
+
+class GenerateEndpoint:
+    """The ASGI application of one route. `prepare` turns a body into choices and a format, or raises."""
+
+    def __init__(self, service: Service, prepare: Prepare) -> None:
+        self.service = service
+        self.prepare = prepare
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service, channel = self.service, Channel(send)
+        clock = RequestClock(service.metrics)
+        try:
+            service.require_text()
+            body = await read_body(scope, receive, service.config.max_body_bytes)
+            work = service.traffic.start(self._answer(body, channel, clock))
+            await _while_connected(receive, work)
+        except ClientGoneError:
+            service.metrics.client_disconnects.inc()
+        except Exception as error:
+            await channel.fail(error)
+
+    async def _answer(self, body: bytes, channel: Channel, clock: RequestClock) -> None:
+        """Answer in full. Cancelled by the client's leaving, or by the end of a drain, which the client is told of."""
+        try:
+            prepared = await self.prepare(self.service, body)
+            if prepared.ignored:
+                self.service.metrics.ignored_params.inc(len(prepared.ignored))
+                channel.add_header(b"x-ignored-params", ", ".join(prepared.ignored))
+            try:
+                await (self._stream if prepared.stream else self._whole)(prepared, channel, clock)
+            finally:
+                self._account(usage_of(prepared.runs), clock)
+        except asyncio.CancelledError:
+            if not self.service.traffic.cut_off_current():
+                raise
+            await channel.fail(draining_error())
+        except Exception as error:
+            await channel.fail(error)
+
+    async def _whole(self, prepared: Prepared, channel: Channel, clock: RequestClock) -> None:
+        async with aclosing(merged(prepared.runs, clock)) as pieces:
+            answers = await collect(pieces, len(prepared.runs))
+        await channel.send_json(200, prepared.format.whole(answers, usage_of(prepared.runs)))
+
+    async def _stream(self, prepared: Prepared, channel: Channel, clock: RequestClock) -> None:
+        text = prepared.format
+        keep_alive = asyncio.create_task(channel.keep_alive(self.service.config.sse_keep_alive_s))
+        try:
+            async with aclosing(merged(prepared.runs, clock)) as pieces:
+                opening = b"".join(text.opening(run.index) for run in prepared.runs)
+                async for piece in pieces:
+                    await channel.write(opening + text.piece(piece) if opening else text.piece(piece))
+                    opening = b""
+            usage = text.usage(usage_of(prepared.runs)) if prepared.include_usage else b""
+            await channel.end(usage + DONE)
+        finally:
+            keep_alive.cancel()
+
+    def _account(self, usage: Usage, clock: RequestClock) -> None:
+        metrics = self.service.metrics
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.cached_prompt_tokens.inc(usage.cached_tokens)
+        metrics.generation_tokens.inc(usage.completion_tokens)
+        metrics.e2e.observe(perf_counter() - clock.arrived_s)
+
+
+class Channel:
+    """The response as it goes out: knows whether the status line is gone, so that an error finds its form."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._extra_headers: list[Header] = []
+        self._opening = asyncio.Lock()
+        self._streaming = False
+        self._ended = False
+        self._writes = 0
+
+    def add_header(self, name: bytes, value: str) -> None:
+        """Add a header to whatever response comes. Characters that a header cannot hold are replaced."""
+        clean = "".join(character if " " <= character <= "~" else "?" for character in value)
+        self._extra_headers.append((name, clean[:1024].encode()))
+
+    async def send_json(self, status: int, body: bytes, headers: Sequence[Header] = ()) -> None:
+        self._ended = True
+        length = (b"content-length", str(len(body)).encode())
+        all_headers = [(b"content-type", b"application/json"), length, *headers, *self._extra_headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def write(self, data: bytes) -> None:
+        """Send part of a stream, opening it if need be."""
+        self._writes += 1
+        if not self._streaming:
+            await self._open()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes) -> None:
+        """Send the last part of a stream."""
+        self._ended = True
+        await self._open()
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def fail(self, error: BaseException) -> None:
+        """Tell an error in the form that is still possible: a status, an event, or nothing once the answer is out."""
+        async with self._opening:
+            streaming = self._streaming
+        if self._ended:
+            return
+        reply = reply_to(error)
+        if streaming:
+            await self.end(reply.event)
+        else:
+            await self.send_json(reply.status, reply.body, reply.headers)
+
+    async def keep_alive(self, interval_s: float) -> None:
+        """Send a comment whenever the stream was silent for an interval, until cancelled."""
+        while True:
+            seen = self._writes
+            await asyncio.sleep(interval_s)
+            if self._writes == seen and not self._ended:
+                await self.write(KEEP_ALIVE)
+
+    async def _open(self) -> None:
+        async with self._opening:  # the keep-alive and the first piece may both want to
+            if not self._streaming:
+                headers = STREAM_HEADERS + self._extra_headers
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+                self._streaming = True
+
+
+async def _while_connected(receive: Receive, work: asyncio.Task[None]) -> None:
+    """Wait for `work`; when the client leaves first, cancel it, wait until it has let go, and say so."""
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientGoneError("The client closed its connection.")
+        work.result()
+    finally:
+        gone.cancel()
+        if not work.done():
+            work.cancel()
+            await asyncio.wait((work,))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

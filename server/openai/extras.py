@@ -1,0 +1,82 @@
+"""Fields that a body holds and Headrace does not act on: refused, ignored in silence, or ignored and named.
+
+A field that would change or constrain the output is never dropped: it is refused unless its value has no effect.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import UnsupportedError
+from server.openai.fields import GenerationBody
+
+SILENT = frozenset(
+    {"user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"}
+    | {"parallel_tool_calls"}
+)
+"""Bookkeeping of the client's, without any claim on the output (parallel_tool_calls has none without tools)."""
+
+NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "repeat_penalty": (1,),
+    "length_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "suffix": ("",),
+    "echo": (False,),
+    "prompt_logprobs": (),
+    "logprob_token_ids": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": ({},),
+    "json_schema": (),
+    "grammar": (),
+    "regex": (),
+    "ebnf": (),
+    "stop_regex": (),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "web_search_options": (),
+    "documents": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "kv_transfer_params": (),
+}
+"""Fields that would change the output if they worked, each with the values that ask for nothing."""
+
+
+def ignored_params(body: GenerationBody) -> list[str]:
+    """Return the names of ignored fields. Raise UnsupportedError for one that asks for what we do not do yet."""
+    ignored = []
+    for name, value in (body.model_extra or {}).items():
+        if name == "best_of":
+            _refuse_unless(name, value, (body.n,))
+        elif name in NO_EFFECT:
+            _refuse_unless(name, value, NO_EFFECT[name])
+        elif name not in SILENT:
+            ignored.append(name)
+    if body.stream_options is not None:
+        ignored += [f"stream_options.{name}" for name in body.stream_options.model_extra or {}]
+    return ignored
+
+
+def _refuse_unless(name: str, value: Any, harmless: tuple[object, ...]) -> None:  # noqa: ANN401  (parsed JSON)
+    if value not in harmless:
+        raise UnsupportedError(f"The parameter '{name}' is not supported yet.", param=name, value=value)

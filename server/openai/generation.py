@@ -1,0 +1,221 @@
+"""One client request below the protocol: choices run in the engine and come back as pieces of text.
+
+Owns the path from token ids to text pieces (text machine, logprobs that wait for their text, stop strings), the merging
+of several choices into one sequence, and the counting of tokens. Knows no JSON and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal, NamedTuple, cast
+
+from engine.errors import RequestFailedError
+from engine.protocol import Engine, GenerateRequest, TokenLogprobs, TokenOutput
+from engine.text.machine import TextDelta, TextMachine
+from server.metrics import ServerMetrics
+
+StopReason = Literal["stop", "length"]
+
+
+class Token(NamedTuple):
+    """An output token with logprobs. `offset`, where asked for, is where its text begins in the choice's output."""
+
+    id: int
+    logprobs: TokenLogprobs
+    offset: int
+
+
+MERGE_QUEUE_PIECES = 64
+"""A slow client makes the choices wait here; behind it the engine's link coalesces."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """Some text of one choice. `tokens` are those whose text is complete with it, None when they were not asked for.
+
+    The piece with `finish_reason` is the choice's last and has no text.
+    """
+
+    index: int
+    text: str
+    tokens: list[Token] | None = None
+    finish_reason: StopReason | None = None
+
+
+@dataclass(slots=True)
+class RequestClock:
+    """When a request arrived, for the latency metrics of all its choices."""
+
+    metrics: ServerMetrics
+    arrived_s: float = field(default_factory=perf_counter)
+    first_output_seen: bool = False
+
+    def output(self, last_s: float, tokens: int) -> float:
+        """Note an output of one choice, whose previous one was at `last_s` (0 for none). Return the time now."""
+        now = perf_counter()
+        if last_s:
+            self.metrics.itl.observe((now - last_s) / tokens)
+        elif not self.first_output_seen:
+            self.first_output_seen = True
+            self.metrics.ttft.observe(now - self.arrived_s)
+        return now
+
+
+class ChoiceRun:
+    """One choice of one prompt. Iterate `pieces` once; the counts are right at any moment, also after an abort."""
+
+    def __init__(self, index: int, engine: Engine, request: GenerateRequest, machine: TextMachine) -> None:
+        self.index = index
+        self.engine = engine
+        self.request = request
+        self.machine = machine
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self._wants_logprobs = request.sampling.logprobs is not None
+        self._undecoded: deque[tuple[int, TokenLogprobs]] = deque()
+        self._untold: list[Token] = []
+
+    async def pieces(self, clock: RequestClock) -> AsyncGenerator[Piece, None]:
+        """Yield the choice's text as it becomes certain. Closing early aborts the choice in the engine."""
+        last_s = 0.0
+        outputs = cast(AsyncGenerator[TokenOutput, None], self.engine.generate(self.request))
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.token_ids:
+                    last_s = clock.output(last_s, len(output.token_ids))
+                text, reason = self._take(output)
+                if reason is not None and output.finish_reason is None:
+                    await self.engine.finish(self.request.request_id, self.completion_tokens)
+                if text:
+                    yield Piece(self.index, text, self._tell_tokens())
+                if reason is not None:
+                    yield Piece(self.index, "", self._tell_tokens(), reason)
+                    return
+
+    def _take(self, output: TokenOutput) -> tuple[str, StopReason | None]:
+        """Count and decode one output. Return the text that it makes certain, and why the choice ends with it."""
+        ids, reason = output.token_ids, output.finish_reason
+        if output.cached is not None:
+            self.cached_tokens = output.cached.total
+        if reason == "abort" or reason == "error":
+            raise _failure(output)
+        self.completion_tokens = output.offset + len(ids)
+        if self._wants_logprobs:
+            self._undecoded.extend(zip(ids, output.logprobs or (), strict=True))
+        delta = self.machine.push(ids, stop_token=output.stop_token)
+        self._note_tokens(delta)
+        text = delta.text
+        if reason is not None and delta.stop is None:
+            delta = self.machine.end(reason)
+            self._note_tokens(delta)
+            text += delta.text
+        if delta.stop is None:
+            return text, reason
+        # Tokens behind a stop string are overshoot: neither usage nor logprobs know them.
+        self.completion_tokens = delta.stop.keep_tokens
+        return text, "stop"
+
+    def _note_tokens(self, delta: TextDelta) -> None:
+        if self._wants_logprobs:
+            offsets = delta.offsets or (0,) * delta.tokens
+            self._untold += (Token(*self._undecoded.popleft(), offset) for offset in offsets)
+
+    def _tell_tokens(self) -> list[Token] | None:
+        if not self._wants_logprobs:
+            return None
+        tokens, self._untold = self._untold, []
+        return tokens
+
+
+def _failure(output: TokenOutput) -> RequestFailedError:
+    error = RequestFailedError(output.error or "The engine ended the request.")
+    if output.error_code is not None:
+        error.code = output.error_code
+    return error
+
+
+async def merged(runs: Sequence[ChoiceRun], clock: RequestClock) -> AsyncGenerator[Piece, None]:
+    """Yield the pieces of all choices as they come. The first failure ends all of them and is raised."""
+    if len(runs) == 1:
+        async with aclosing(runs[0].pieces(clock)) as pieces:
+            async for piece in pieces:
+                yield piece
+        return
+    queue: asyncio.Queue[Piece | Exception] = asyncio.Queue(MERGE_QUEUE_PIECES)
+    pumps = [asyncio.create_task(_pump(run.pieces(clock), queue)) for run in runs]
+    try:
+        unfinished = len(runs)
+        while unfinished:
+            match await queue.get():
+                case Exception() as error:
+                    raise error
+                case piece:
+                    unfinished -= piece.finish_reason is not None
+                    yield piece
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.wait(pumps)
+
+
+async def _pump(pieces: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece | Exception]) -> None:
+    async with aclosing(pieces):
+        try:
+            async for piece in pieces:
+                await queue.put(piece)
+        except Exception as error:
+            await queue.put(error)
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+def usage_of(runs: Sequence[ChoiceRun]) -> Usage:
+    """Sum the tokens of a request. A prompt counts once however many choices it has.
+
+    Choices of a prompt share its KV: only the first to run may find it new, so the least cached tells the truth.
+    """
+    prompts: dict[str | None, tuple[int, int]] = {}
+    for run in runs:
+        group = run.request.group_id
+        tokens, cached = prompts.get(group, (len(run.request.prompt_ids), run.cached_tokens))
+        prompts[group] = (tokens, min(cached, run.cached_tokens))
+    return Usage(
+        prompt_tokens=sum(tokens for tokens, _ in prompts.values()),
+        completion_tokens=sum(run.completion_tokens for run in runs),
+        cached_tokens=sum(cached for _, cached in prompts.values()),
+    )
+
+
+@dataclass(slots=True)
+class Answer:
+    """One whole choice."""
+
+    index: int
+    text: str
+    tokens: list[Token] | None
+    finish_reason: StopReason | None
+
+
+async def collect(pieces: AsyncIterator[Piece], choices: int) -> list[Answer]:
+    """Join the pieces of each choice."""
+    texts: list[list[str]] = [[] for _ in range(choices)]
+    answers = [Answer(index, "", None, None) for index in range(choices)]
+    async for piece in pieces:
+        answer = answers[piece.index]
+        texts[piece.index].append(piece.text)
+        answer.finish_reason = piece.finish_reason
+        if piece.tokens is not None:
+            answer.tokens = (answer.tokens or []) + piece.tokens
+    for answer, parts in zip(answers, texts, strict=True):
+        answer.text = "".join(parts)
+    return answers

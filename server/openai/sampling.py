@@ -1,0 +1,101 @@
+"""From a checked body to the engine's requests: defaults, seeds, and the fan-out into choices."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from engine.validation import validate
+
+from engine.protocol import EngineInfo, GenerateRequest, SamplingParams
+from engine.text.machine import TextMachine
+from engine.text.stops import StopStrings
+from server.openai.fields import INT64, GenerationBody
+from server.openai.generation import ChoiceRun
+from server.service import Service
+from server.text_service import TextService
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a route's own fields come to."""
+
+    token_limit: int | None
+    logprobs: int | None
+    with_offsets: bool = False
+
+
+def choice_runs(
+    service: Service,
+    text: TextService,
+    body: GenerationBody,
+    wanted: Wanted,
+    prompts: Sequence[list[int]],
+    answer_id: str,
+) -> list[ChoiceRun]:
+    """Return prompt_index * n + j -> choice j of a prompt, each checked as the engine would check it.
+
+    Choices of a prompt share a group and differ in their seed: choice j has seed + j. Without a seed of the client's
+    each prompt draws its own, so that equal prompts of one request do not answer alike.
+    """
+    sampling = sampling_params(body, wanted, text.info)
+    stop = StopStrings(body.stop) if body.stop else None
+    timeout_s = service.config.request_timeout_s
+    runs: list[ChoiceRun] = []
+    for prompt_index, prompt_ids in enumerate(prompts):
+        seed = body.seed if body.seed is not None else secrets.randbelow(INT64)
+        group_id = f"{answer_id}-{prompt_index}"
+        base = GenerateRequest(
+            request_id=group_id,
+            group_id=group_id,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            cache_scope=service.cache_scope(body.cache_salt),
+            priority=body.priority,
+            deadline_unix_s=None if timeout_s is None else time.time() + timeout_s,
+        )
+        checked = validate(base, text.info)
+        for choice in range(body.n):
+            request = msgspec.structs.replace(
+                checked,
+                request_id=f"{group_id}-{choice}",
+                sampling=msgspec.structs.replace(checked.sampling, seed=_wrapped(seed + choice)),
+            )
+            machine = TextMachine(
+                text.codec,
+                stop=stop,
+                include_stop=body.include_stop_str_in_output,
+                min_tokens=body.min_tokens,
+                show_special=not body.skip_special_tokens,
+                with_offsets=wanted.with_offsets,
+            )
+            runs.append(ChoiceRun(len(runs), service.engine, request, machine))
+    return runs
+
+
+def sampling_params(body: GenerationBody, wanted: Wanted, info: EngineInfo) -> SamplingParams:
+    """The request's values, where it is silent the model's own defaults, where that is silent the engine's."""
+    given = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": None if body.top_k is None else max(0, body.top_k),
+        "min_p": body.min_p,
+        "max_tokens": wanted.token_limit,
+    }
+    said = {name: value for name, value in given.items() if value is not None}
+    defaults = {name: value for name, value in info.generation_defaults.items() if name in given}
+    fixed = {
+        "min_tokens": body.min_tokens,
+        "stop_token_ids": tuple(body.stop_token_ids),
+        "ignore_eos": body.ignore_eos,
+        "logprobs": wanted.logprobs,
+    }
+    return msgspec.convert({**defaults, **said, **fixed}, SamplingParams)
+
+
+def _wrapped(seed: int) -> int:
+    """Keep a seed in 64 bits."""
+    return (seed + INT64) % (2 * INT64) - INT64

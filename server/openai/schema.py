@@ -1,0 +1,45 @@
+"""The bodies of the generating routes in the OpenAPI document: those routes bypass the framework, so it cannot know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from server.openai.chat_body import ChatBody
+from server.openai.completion_body import CompletionBody
+
+BODIES: dict[str, type[BaseModel]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+REFERENCE = "#/components/schemas/{model}"
+
+
+def describe_bodies(app: FastAPI) -> None:
+    """Make `app.openapi()` include the generating routes."""
+    plain = app.openapi
+
+    def with_bodies() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = plain()
+            shared = schema.setdefault("components", {}).setdefault("schemas", {})
+            for path, body in BODIES.items():
+                described = body.model_json_schema(ref_template=REFERENCE)
+                shared.update(described.pop("$defs", {}))
+                schema["paths"][path] = {"post": _operation(described)}
+        return app.openapi_schema or {}
+
+    app.openapi = with_bodies  # type: ignore[method-assign]
+
+
+def _operation(body: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {
+            "200": {
+                "description": "JSON, or with `stream` server-sent events",
+                "content": {"application/json": {}, "text/event-stream": {}},
+            },
+            "4XX": {"description": "{error: {message, type, param, code}}"},
+            "5XX": {"description": "{error: {message, type, param, code}}"},
+        },
+    }

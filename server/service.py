@@ -1,0 +1,90 @@
+"""What all routes share: the engine, the model's text, metrics, running requests. Owned by the app's lifespan."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+
+from engine.errors import EngineError, HeadraceError, LoadingError, PressureError
+from engine.protocol import Engine
+from kvstore.keys import PUBLIC_SCOPE, tenant_scope
+from server.config import ServeConfig
+from server.errors import UnknownModelError
+from server.health import Readiness, ServiceState
+from server.metrics import ServerMetrics
+from server.text_service import TextService
+from server.traffic import Traffic, draining_error
+
+logger = logging.getLogger("headrace.http")
+
+RETRY_DESCRIBE_S = 0.2
+
+
+class Service:
+    """Opens before the model is ready and refuses its routes until then."""
+
+    def __init__(self, engine: Engine, config: ServeConfig, readiness: Readiness, scope_secret: bytes | None) -> None:
+        self.engine = engine
+        self.config = config
+        self.metrics = ServerMetrics()
+        self.traffic = Traffic()
+        self._readiness = readiness
+        self._scope_secret = scope_secret or secrets.token_bytes(32)
+        self._text: TextService | None = None
+        self._failure: str | None = None
+        self._bring_up: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._bring_up = asyncio.create_task(self._open_text())
+
+    async def close(self) -> None:
+        if self._bring_up is not None:
+            self._bring_up.cancel()
+            await asyncio.wait([self._bring_up])
+        if self._text is not None:
+            self._text.close()
+
+    def state(self) -> ServiceState:
+        if self._failure is not None:
+            return ServiceState("failed", error=self._failure)
+        state = self._readiness.state()
+        if state.status == "ready" and self._text is None:
+            return ServiceState("loading", progress=1.0)
+        if state.status == "ready" and self.traffic.draining:
+            return ServiceState("draining")
+        return state
+
+    def require_text(self) -> TextService:
+        """Return the model's text service. Raise what a model route answers while there is none, or no more.
+
+        A restarting engine is no reason to refuse: its supervisor lets requests wait.
+        """
+        if self.traffic.draining:
+            raise draining_error()
+        if self._text is None:
+            progress = self.state().progress or 0.0
+            raise LoadingError(f"The model is loading ({progress:.0%}).", progress=progress)
+        return self._text
+
+    def check_model(self, name: str) -> None:
+        served = self.require_text().info.model
+        if name != served:
+            raise UnknownModelError(name, [served])
+
+    def cache_scope(self, salt: str | None) -> bytes:
+        """Requests share cached blocks only with requests of the same scope."""
+        return PUBLIC_SCOPE if salt is None else tenant_scope(self._scope_secret, "", salt)
+
+    async def _open_text(self) -> None:
+        """Wait for the engine and fetch the model's text assets. What may pass is tried again, the rest is told."""
+        while self._text is None:
+            try:
+                await self._readiness.wait_ready()
+                self._text = await TextService.open(self.engine, await self.engine.describe())
+            except (PressureError, EngineError):
+                await asyncio.sleep(RETRY_DESCRIBE_S)
+            except Exception as error:
+                logger.exception("the model's text assets cannot be used")
+                self._failure = str(error) if isinstance(error, HeadraceError) else "the model's text assets are broken"
+                return

@@ -1,0 +1,85 @@
+"""The real HTTP application on a real port, in the test's own event loop, in front of any Engine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+
+from engine.protocol import Engine
+from server.api_process import DrainingServer
+from server.app import build_app
+from server.config import ServeConfig
+from server.health import Readiness
+from server.service import Service
+from tests.support.fake_engine import FakeReadiness
+
+
+@dataclass
+class ApiServer:
+    url: str
+    client: httpx.AsyncClient
+    server: DrainingServer
+    service: Service
+
+    async def post(self, path: str, body: object) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+    async def chat(self, **fields: object) -> httpx.Response:
+        return await self.post("/v1/chat/completions", chat_body(**fields))
+
+    async def complete(self, **fields: object) -> httpx.Response:
+        return await self.post("/v1/completions", completion_body(**fields))
+
+    async def events(self, path: str, body: object) -> list[str]:
+        """Return the data of every event of a stream."""
+        return event_data((await self.post(path, body)).text)
+
+
+def chat_body(**fields: object) -> dict[str, object]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "Hi there"}], **fields}
+
+
+def completion_body(**fields: object) -> dict[str, object]:
+    return {"model": "tiny", "prompt": "Hi there", **fields}
+
+
+def event_data(text: str) -> list[str]:
+    events = [event for event in text.split("\n\n") if event and not event.startswith(":")]
+    assert all(event.startswith("data: ") for event in events), text
+    return [event.removeprefix("data: ") for event in events]
+
+
+def chunks(events: list[str]) -> list[dict[str, object]]:
+    """The JSON of a complete stream's events."""
+    assert events[-1] == "[DONE]", events[-1]
+    return [msgspec.json.decode(event) for event in events[:-1]]
+
+
+@asynccontextmanager
+async def serving(
+    engine: Engine, *, config: ServeConfig | None = None, state: Readiness | None = None, wait: bool = True
+) -> AsyncIterator[ApiServer]:
+    """Serve until the block ends. `wait` returns only when the model's text is there."""
+    config = config or ServeConfig()
+    app = build_app(engine, config=config, state=state or FakeReadiness())
+    server = DrainingServer(app, config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        task = asyncio.create_task(server._serve([listener]))
+        service: Service = app.state.service
+        try:
+            async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+                while wait and (await client.get("/ready")).status_code != 200:
+                    await asyncio.sleep(0.005)
+                yield ApiServer(url, client, server, service)
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            await task
+            await service.close()
