@@ -1,0 +1,71 @@
+"""Questions to several engines that serve the same model, answered as if by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from engine.errors import EngineDiedError, HeadraceError
+from engine.protocol import Engine, EngineInfo, EngineLoad, Target
+
+T = TypeVar("T")
+
+
+async def _first_answer(targets: Sequence[Target], ask: Callable[[Engine], Awaitable[T]]) -> T:
+    """Return the first answer; when there is none, raise what the last target said."""
+    failure: HeadraceError = EngineDiedError("There is no engine.")
+    for target in targets:
+        try:
+            return await ask(target.engine)
+        except HeadraceError as error:
+            failure = error
+    raise failure
+
+
+async def describe_any(targets: Sequence[Target]) -> EngineInfo:
+    return await _first_answer(targets, lambda engine: engine.describe())
+
+
+async def fetch_from_any(targets: Sequence[Target], digest: str) -> bytes:
+    return await _first_answer(targets, lambda engine: engine.fetch_asset(digest))
+
+
+async def total_load(targets: Sequence[Target]) -> EngineLoad:
+    """Return the sum over the engines that answer. "draining" is when all of them do."""
+    loads = []
+    failure: HeadraceError = EngineDiedError("There is no engine.")
+    for target in targets:
+        try:
+            loads.append(await target.engine.load())
+        except HeadraceError as error:
+            failure = error
+    if not loads:
+        raise failure
+    return _sum_loads(loads)
+
+
+def _sum_loads(loads: Sequence[EngineLoad]) -> EngineLoad:
+    requests: Counter[str] = Counter()
+    for load in loads:
+        requests.update(load.requests_total)
+    numbers = {
+        name: sum(getattr(load, name) for load in loads)
+        for name in EngineLoad.__struct_fields__
+        if name not in ("requests_total", "draining")
+    }
+    total: EngineLoad = msgspec.convert(
+        {**numbers, "requests_total": dict(requests), "draining": all(load.draining for load in loads)}, EngineLoad
+    )
+    return total
+
+
+async def drain_all(targets: Sequence[Target]) -> None:
+    """Ask every engine to drain. One that is gone has nothing to drain."""
+    for target in targets:
+        try:
+            await target.engine.drain()
+        except EngineDiedError:
+            continue

@@ -1,0 +1,144 @@
+"""The engine's process: bind the wire, load the model, then pump, step, send until told to stop.
+
+Started with one JSON line on stdin (or the path of a file that holds it): a CoreSpec. The step never waits for text,
+HTTP or JSON. Exit codes: 0 stopped by SIGTERM, 2 the model or a setting is wrong (clients got the reason as the
+"failed" status), anything else is a fault, and the launcher starts another.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, HeadraceError, ModelError
+from engine.protocol import EngineInfo, TokenOutput
+from engine.wire.errors import to_wire
+from engine.wire.host import Core, WireHost
+from engine.wire.messages import Status
+from server.logs import configure
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.1
+"""How long an idle loop sleeps at most before it looks for a signal."""
+
+FAREWELL_S = 2.0
+"""How long a failed engine waits for somebody to tell the reason to."""
+
+
+class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process is started with."""
+
+    config: EngineConfig
+    address: str
+    drain_timeout_s: float = 30.0
+    log_level: str = "info"
+
+
+class SteppedCore(Core, Protocol):
+    """The engine as its loop sees it."""
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> Sequence[TokenOutput]:
+        """Do one step, or collect one; return the outputs that are new."""
+        ...
+
+
+class LoadedEngine(msgspec.Struct, frozen=True):
+    """`assets` are the bytes of `info.text` by digest."""
+
+    core: SteppedCore
+    info: EngineInfo
+    assets: Mapping[str, bytes]
+
+
+OnProgress = Callable[[float, str], None]
+Load = Callable[[EngineConfig, OnProgress], LoadedEngine]
+
+
+def run(spec: CoreSpec, load: Load) -> int:
+    """Serve the engine that `load` returns until SIGTERM; return the exit code."""
+    configure(spec.log_level)
+    # Bound before anything is imported or read, so that clients see the loading from its beginning.
+    host = WireHost(spec.address)
+    try:
+        engine = load(spec.config, lambda progress, message: _tell_progress(host, progress, message))
+        host.serve(engine.core, engine.info, engine.assets)
+        _serve(host, engine.core, spec.drain_timeout_s)
+        return 0
+    except (ModelError, ConfigError) as error:
+        _tell_failure(host, error)
+        return 2
+    finally:
+        host.close()
+
+
+def _serve(host: WireHost, core: SteppedCore, drain_timeout_s: float) -> None:
+    stop = _StopSignal()
+    while True:
+        busy = core.has_work()
+        host.pump(0.0 if busy else IDLE_WAIT_S)
+        if core.has_work():
+            host.send_outputs(core.step())
+        if stop.requested:
+            host.drain()
+            drained = not core.has_work() and not host.num_held
+            if drained or time.monotonic() > stop.requested_at_s + drain_timeout_s:
+                return
+
+
+class _StopSignal:
+    """SIGTERM asks, a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.requested_at_s = 0.0
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, _signal: int, _frame: FrameType | None) -> None:
+        self.requested = True
+        self.requested_at_s = time.monotonic()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _tell_progress(host: WireHost, progress: float, message: str) -> None:
+    host.set_status(Status("loading", progress, message))
+    host.pump()
+
+
+def _tell_failure(host: WireHost, error: HeadraceError) -> None:
+    host.set_status(Status("failed", 0.0, str(error), to_wire(error)))
+    end = time.monotonic() + FAREWELL_S
+    # Nobody may have connected yet; one that does now is told by the greeting.
+    while host.num_peers == 0 and time.monotonic() < end:
+        host.pump(IDLE_WAIT_S)
+
+
+def read_spec(arguments: Sequence[str]) -> CoreSpec:
+    """Read the spec from the file that the first argument names, or from stdin's first line."""
+    text = Path(arguments[0]).read_bytes() if arguments else sys.stdin.buffer.readline()
+    return msgspec.json.decode(text, type=CoreSpec)
+
+
+def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
+    """Load the model; torch is imported here and not before."""
+    on_progress(0.0, "Starting.")
+    from engine.core import EngineCore
+    from engine.runner.build import build_engine
+
+    info, runner, num_blocks, assets = build_engine(config, on_progress)
+    return LoadedEngine(EngineCore(info, config, runner, num_blocks), info, assets)
+
+
+if __name__ == "__main__":
+    sys.exit(run(read_spec(sys.argv[1:]), load_engine))

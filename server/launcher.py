@@ -1,0 +1,208 @@
+"""What `headrace serve` runs: one engine process and N API processes behind one listening socket.
+
+Owns the socket, the private directory of the wire's address, and the children's lives. Knows neither HTTP nor models.
+The port opens at once; API processes answer 503 on it while the model loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import secrets
+import signal
+import socket
+import tempfile
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.errors import ConfigError, HeadraceError, ModelError
+from engine.protocol import EngineInfo
+from engine.wire.client import RemoteEngine
+from server.child import Child, ChildSpec
+from server.config import ServeConfig
+from server.core_process import CoreSpec
+from server.logs import configure
+
+log = logging.getLogger(__name__)
+
+MODEL_FAILED_CODE = 2
+LISTEN_BACKLOG = 2048
+
+STOP_GRACE_S = 5.0
+"""What a child gets beyond the drain before it is killed."""
+
+MAX_SOCKET_PATH_BYTES = 100
+"""The kernel's limit is 107 on Linux and 103 on macOS."""
+
+
+class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON line that an API process gets on stdin. All of one server derive key scopes from one `scope_secret`."""
+
+    config: ServeConfig
+    listen_fd: int
+    core_address: str
+    scope_secret: bytes
+
+
+def run(
+    config: ServeConfig, *, core_module: str = "server.core_process", api_module: str = "server.api_process"
+) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit code.
+
+    Raises ConfigError when the port cannot be had and ModelError when the model cannot be loaded.
+    """
+    configure(config.log_level)
+    with listen(config.host, config.port) as listener, _private_directory() as directory:
+        address = f"ipc://{directory}/engine"
+        core = ChildSpec(
+            "The engine",
+            core_module,
+            _line(
+                CoreSpec(
+                    config=config.engine,
+                    address=address,
+                    drain_timeout_s=config.drain_timeout_s,
+                    log_level=config.log_level,
+                )
+            ),
+        )
+        fd = listener.fileno()
+        api_line = _line(
+            ApiSpec(config=config, listen_fd=fd, core_address=address, scope_secret=secrets.token_bytes(32))
+        )
+        apis = [ChildSpec(f"API process {index}", api_module, api_line, (fd,)) for index in range(config.api_processes)]
+        url = _url(listener)
+        log.info("listening on %s", url)
+        return asyncio.run(Launcher(core, apis, address, url, config.drain_timeout_s).run())
+
+
+class Launcher:
+    """The children of one server, from their start to their end. Lives for one `run()`."""
+
+    def __init__(
+        self, core: ChildSpec, apis: Sequence[ChildSpec], address: str, url: str, drain_timeout_s: float
+    ) -> None:
+        self._core = Child(core, final_codes={MODEL_FAILED_CODE})
+        self._apis = [Child(api) for api in apis]
+        self._engine = RemoteEngine(address)
+        self._url = url
+        self._drain_timeout_s = drain_timeout_s
+        self._stop = asyncio.Event()
+        self._signals: list[int] = []
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        self._engine.open()
+        announcing = asyncio.create_task(self._announce())
+        core = asyncio.create_task(self._core.keep_running())
+        apis = [asyncio.create_task(api.keep_running()) for api in self._apis]
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({core, stop, *apis}, return_when=asyncio.FIRST_COMPLETED)
+            failure = await self._failure() if core.done() and not self._stop.is_set() else None
+            # Streams need the engine to their end, so it goes last.
+            await _stop_all(self._apis, apis, STOP_GRACE_S + (0 if failure else self._drain_timeout_s))
+            await _stop_all([self._core], [core], STOP_GRACE_S)
+        finally:
+            for child in (*self._apis, self._core):
+                child.stop(signal.SIGKILL)
+            ended = asyncio.gather(core, *apis, return_exceptions=True)
+            await ended
+            stop.cancel()
+            announcing.cancel()
+            self._engine.close()
+        for result in ended.result():
+            if isinstance(result, BaseException):
+                raise result
+        if failure is not None:
+            raise failure
+        return 128 + self._signals[-1] if len(self._signals) > 1 else 0
+
+    def _on_signal(self, signum: int) -> None:
+        self._signals.append(signum)
+        if len(self._signals) == 1:
+            log.info("stopping: running streams may take %g s more", self._drain_timeout_s)
+            self._stop.set()
+            return
+        for child in (*self._apis, self._core):
+            child.stop(signal.SIGKILL)
+
+    async def _announce(self) -> None:
+        info = await self._engine.wait_ready()
+        log.info("%s is ready at %s", info.model, self._url)
+        _print_card(info, self._url)
+
+    async def _failure(self) -> HeadraceError:
+        """Return why the engine's process gave up. It told the wire before it ended."""
+        try:
+            async with asyncio.timeout(STOP_GRACE_S):
+                while (error := self._engine.state().error) is None:
+                    await self._engine.wait_changed()
+        except TimeoutError:
+            return ModelError("The model cannot be loaded.", hint="The log above has the reason.")
+        return error
+
+
+async def _stop_all(children: Sequence[Child], tasks: Sequence[asyncio.Task[int]], grace_s: float) -> None:
+    """Let them end on SIGTERM for `grace_s`, then kill."""
+    for child in children:
+        child.stop()
+    if not tasks:
+        return
+    _, late = await asyncio.wait(tasks, timeout=grace_s)
+    for child, task in zip(children, tasks, strict=True):
+        if task in late:
+            log.warning("%s has not ended within %g s and is killed", child.spec.name, grace_s)
+            child.stop(signal.SIGKILL)
+    await asyncio.wait(tasks)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind and listen; port 0 takes any free one."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"Cannot listen on host {host!r}: {error.strerror}.", hint="Try --host 127.0.0.1.") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"Cannot listen on {host} port {port}: {error.strerror}.", hint="Choose another with --port, or 0 for any."
+        ) from error
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _private_directory() -> tempfile.TemporaryDirectory[str]:
+    """Where the wire's socket lives: only this user can enter it, and its path is short enough for a socket."""
+    prefix = "headrace-"
+    is_long = len(tempfile.gettempdir().encode()) + len(f"/{prefix}12345678/engine") > MAX_SOCKET_PATH_BYTES
+    return tempfile.TemporaryDirectory(prefix=prefix, dir="/tmp" if is_long else None)
+
+
+def _line(spec: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(spec) + b"\n"
+
+
+def _print_card(info: EngineInfo, url: str) -> None:
+    try:
+        card = importlib.import_module("server.card")
+    except ModuleNotFoundError:
+        return
+    card.print_card(info, url)
