@@ -1,0 +1,93 @@
+"""Order of a row's logits: larger values first, equal values by the lower token id. It knows no sampling parameters.
+
+Everything here is decided row by row and compares values only, so a row's result does not depend on its neighbours,
+on the number of threads, or on how much of the row had to be sorted to find it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ARGMAX_BLOCK = 256
+
+
+class Ranked(NamedTuple):
+    """The largest entries of each row in order: logits in their own dtype and int64 ids, both [rows, n]."""
+
+    logits: Tensor
+    ids: Tensor
+
+
+def first_argmax(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest value of each row of [rows, n] and its lowest index. NaN counts as largest.
+
+    On the CPU torch's amax is vectorised and its argmax is not: the maxima of blocks come first, then the argmax over
+    them, then the argmax inside one block. Both argmaxes take the first of equals, hence so does the whole.
+    """
+    blocks, rest = divmod(values.shape[1], _ARGMAX_BLOCK)
+    if values.device.type != "cpu" or rest or blocks < 2:
+        index = values.argmax(dim=1, keepdim=True)
+    else:
+        blocked = values.view(len(values), blocks, _ARGMAX_BLOCK)
+        block = blocked.amax(dim=2).argmax(dim=1, keepdim=True)
+        inside = blocked.gather(1, block[:, :, None].expand(-1, -1, _ARGMAX_BLOCK)).squeeze(1)
+        index = block * _ARGMAX_BLOCK + inside.argmax(dim=1, keepdim=True)
+    return values.gather(1, index).squeeze(1), index.squeeze(1)
+
+
+def rank(logits: Tensor, width: int) -> Ranked:
+    """Return `width` largest entries of each row of [rows, n] in order.
+
+    Of the entries that equal the last value, which ones are among them is arbitrary, except that all are when `width`
+    is n: use only what is strictly larger, or see that the next value differs.
+    """
+    if width >= logits.shape[1]:
+        everything, ids = logits.sort(dim=1, descending=True, stable=True)
+        return Ranked(everything, ids)
+    _, by_value = logits.topk(width, dim=1)
+    ids = by_value.sort(dim=1).values
+    values, order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    return Ranked(values, ids.gather(1, order))
+
+
+def largest(logits: Tensor, count: int) -> Ranked:
+    """Return the `count` largest entries of each row in order, exactly."""
+    rows, vocab = logits.shape
+    count = min(count, vocab)
+    values = logits.new_empty((rows, count))
+    ids = torch.empty((rows, count), dtype=torch.int64, device=logits.device)
+    pending = torch.arange(rows, device=logits.device)
+    for width in rank_widths(vocab):
+        if width <= count < vocab:
+            continue
+        found = rank(take_rows(logits, pending), width)
+        done = is_exact(found, torch.full_like(pending, count), vocab)
+        values[pending[done]] = found.logits[done, :count]
+        ids[pending[done]] = found.ids[done, :count]
+        pending = pending[~done]
+        if not len(pending):
+            break
+    return Ranked(values, ids)
+
+
+def is_exact(found: Ranked, counts: Tensor, vocab: int) -> Tensor:
+    """Tell for each row whether its first `counts` entries are surely the row's largest, ties included."""
+    if found.logits.shape[1] == vocab:
+        return torch.ones_like(counts, dtype=torch.bool)
+    return found.logits.gather(1, counts[:, None] - 1).squeeze(1) > found.logits[:, -1]
+
+
+def rank_widths(vocab: int) -> list[int]:
+    """How much of a row to rank, in turn, until it suffices: a fraction of a millisecond, some, all of it.
+
+    Ties are frequent among bfloat16 logits (their grain at 10 is 1/16), so the first width has slack for usual top_k.
+    """
+    return [width for width in (128, 1024, 8192) if width < vocab] + [vocab]
+
+
+def take_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """Return `values[rows]` without a copy when that is all rows (`rows` ascends)."""
+    return values if len(rows) == len(values) else values[rows]

@@ -1,0 +1,164 @@
+"""Chooses a token for each row of logits. Owns the sampling parameters of the slots; knows no requests and no blocks.
+
+A row's token depends on its logits, its slot's parameters and the position alone. Rows are of three kinds, each paying
+only for itself: greedy (argmax), plain (temperature, perhaps min_p: argmax of logits / T + Gumbel noise over the whole
+vocabulary), and filtered (top_k or top_p: the same over the ranked head of the row).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.plan import NewSlot
+from engine.protocol import TokenLogprobs
+from engine.sampler.filters import choose_filtered
+from engine.sampler.logprobs import LogprobTensors, logprobs_of
+from engine.sampler.noise import Purpose, noise_keys
+from engine.sampler.order import first_argmax, take_rows
+from engine.sampler.plain import PlainChoice
+from engine.sampler.rows import RowParams
+
+GREEDY_BELOW_TEMPERATURE = 1e-5
+"""Below it logits / T leaves float32's useful range, and the choice is the largest logit's anyway."""
+
+_NOT_FINITE = "the model's logits for this request are not finite numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens of one step's rows. `token_ids` int64 [rows] is on the device; `host` waits for it.
+
+    `logprob_rows` and `logprob_counts` name the rows that asked for logprobs and how many alternatives each wants.
+    """
+
+    token_ids: Tensor
+    failed: Tensor
+    logprobs: LogprobTensors | None = None
+    logprob_rows: tuple[int, ...] = ()
+    logprob_counts: tuple[int, ...] = ()
+
+    def host(self) -> tuple[list[int], list[TokenLogprobs | None], list[str | None]]:
+        """Return token ids, logprobs (None where not asked for) and errors. A row with an error has token id 0."""
+        ids: list[int] = self.token_ids.tolist()
+        errors = [_NOT_FINITE if failed else None for failed in self.failed.tolist()]
+        logprobs: list[TokenLogprobs | None] = [None] * len(ids)
+        if self.logprobs is not None:
+            for row, values in zip(self.logprob_rows, self.logprobs.host(self.logprob_counts), strict=True):
+                logprobs[row] = values if errors[row] is None else None
+        return ids, logprobs, errors
+
+
+class Sampler:
+    """Parameters of `max_slots` slots, kept on the host: a step sends the device the few numbers that its rows use."""
+
+    def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._greedy = np.ones(max_slots, dtype=np.bool_)
+        self._temperature = np.ones(max_slots, dtype=np.float32)
+        self._top_p = np.ones(max_slots, dtype=np.float64)
+        self._top_k = np.zeros(max_slots, dtype=np.int64)
+        self._log_min_p = np.full(max_slots, -np.inf, dtype=np.float32)
+        self._seed = [0] * max_slots
+        self._free_position = np.zeros(max_slots, dtype=np.int64)
+        self._end_ids: list[tuple[int, ...]] = [()] * max_slots
+        self._logprobs = np.full(max_slots, -1, dtype=np.int64)
+        self._plain: PlainChoice | None = None
+
+    def set_slot(self, new_slot: NewSlot) -> None:
+        """Take the parameters of the request that now has the slot."""
+        slot, sampling = new_slot.slot, new_slot.sampling
+        greedy = sampling.temperature < GREEDY_BELOW_TEMPERATURE or sampling.top_k == 1
+        assert greedy or sampling.seed is not None, "admission gives every request a seed"
+        self._greedy[slot] = greedy
+        self._temperature[slot] = 1.0 if greedy else sampling.temperature
+        self._top_p[slot] = sampling.top_p
+        self._top_k[slot] = sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
+        self._log_min_p[slot] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+        self._seed[slot] = sampling.seed or 0
+        self._free_position[slot] = new_slot.prompt_len + sampling.min_tokens
+        self._end_ids[slot] = tuple(token for token in new_slot.end_ids if 0 <= token < self._vocab_size)
+        self._logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
+        """Choose the token at `positions[i]` (the new token's absolute position) of `slots[i]` from row i of the
+        logits [rows, at least vocab]. Ids are in [0, vocab) always. The logits are the same before and after.
+        """
+        logits = logits[:, : self._vocab_size]
+        slot_of = np.asarray(slots, dtype=np.int64)
+        with self._forbid_early_ends(logits, slot_of, positions):
+            largest, token_ids = first_argmax(logits)
+            failed = ~largest.isfinite()
+            noisy = ~self._greedy[slot_of]
+            ranked = noisy & ((self._top_k[slot_of] > 0) | (self._top_p[slot_of] < 1.0))
+            for rows, choose in ((noisy & ~ranked, self._choose_plain), (ranked, choose_filtered)):
+                index = np.flatnonzero(rows)
+                if len(index):
+                    at = torch.from_numpy(index).to(self._device)
+                    params = self._params(slot_of[index], [positions[row] for row in index.tolist()], largest[at])
+                    token_ids[at] = choose(take_rows(logits, at), params)
+        token_ids.masked_fill_(failed, 0)
+        return self._with_logprobs(logits, slot_of, token_ids, failed)
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, logits: Tensor, target_ids: Sequence[int], top_k: int) -> list[TokenLogprobs]:
+        """Return the log-probability of `target_ids[i]` under row i of the logits, with `top_k` alternatives."""
+        targets = torch.tensor(target_ids, dtype=torch.int64, device=self._device)
+        return logprobs_of(logits[:, : self._vocab_size], targets, top_k).host([top_k] * len(target_ids))
+
+    def _choose_plain(self, logits: Tensor, params: RowParams) -> Tensor:
+        if self._plain is None:
+            self._plain = PlainChoice(self._vocab_size, self._device)
+        return self._plain.choose(logits, params)
+
+    def _params(self, slots: np.ndarray, positions: Sequence[int], largest: Tensor) -> RowParams:
+        seeds = [self._seed[slot] for slot in slots]
+        return RowParams(
+            temperature=torch.from_numpy(self._temperature[slots]).to(self._device),
+            top_p=torch.from_numpy(self._top_p[slots]).to(self._device),
+            top_k=torch.from_numpy(self._top_k[slots]).to(self._device),
+            log_min_p=torch.from_numpy(self._log_min_p[slots]).to(self._device),
+            keys=noise_keys(seeds, positions, Purpose.TARGET).to(self._device),
+            largest=largest.to(torch.float32),
+            uses_min_p=bool((self._log_min_p[slots] > -np.inf).any()),
+        )
+
+    @contextmanager
+    def _forbid_early_ends(self, logits: Tensor, slots: np.ndarray, positions: Sequence[int]) -> Iterator[None]:
+        """Set end tokens of rows that have not reached min_tokens to -inf, and put the logits back afterwards:
+        a copy of the whole batch would cost more than the choice, and logprobs want the unmodified values.
+        """
+        rows: list[int] = []
+        ids: list[int] = []
+        for row in np.flatnonzero(np.asarray(positions, dtype=np.int64) < self._free_position[slots]).tolist():
+            end_ids = self._end_ids[slots[row]]
+            rows += [row] * len(end_ids)
+            ids += end_ids
+        if not rows:
+            yield
+            return
+        at = (torch.tensor(rows, device=self._device), torch.tensor(ids, device=self._device))
+        before = logits[at]
+        logits[at] = -torch.inf
+        try:
+            yield
+        finally:
+            logits[at] = before
+
+    def _with_logprobs(self, logits: Tensor, slots: np.ndarray, token_ids: Tensor, failed: Tensor) -> Sampled:
+        counts = self._logprobs[slots]
+        rows = np.flatnonzero(counts >= 0)
+        if not len(rows):
+            return Sampled(token_ids, failed)
+        at = torch.from_numpy(rows).to(self._device)
+        wanted = counts[rows].tolist()
+        logprobs = logprobs_of(take_rows(logits, at), token_ids[at], max(wanted))
+        return Sampled(token_ids, failed, logprobs, tuple(rows.tolist()), tuple(wanted))
