@@ -9,7 +9,15 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from engine.errors import EngineDiedError, EngineError, HeadraceError, PressureError, RequestError, RequestFailedError
+from engine.errors import (
+    DeadlineError,
+    EngineDiedError,
+    EngineError,
+    HeadraceError,
+    PressureError,
+    RequestError,
+    RequestFailedError,
+)
 from engine.protocol import Engine, GenerateRequest, Outcome, TokenOutput
 
 T = TypeVar("T")
@@ -82,6 +90,9 @@ class Run:
             return None
         if output.offset > self.next_offset:
             raise EngineDiedError("The engine skipped tokens.")
+        if output.error_code == DeadlineError.code:
+            # The engine's clock was a little ahead of ours: the same end, told in one way.
+            raise DeadlineError("The request's deadline passed before it finished.")
         if output.token_ids:
             self._emitted += output.token_ids
             if self._stalled_faults:

@@ -7,7 +7,6 @@ HTTP or JSON. Exit codes: 0 stopped by SIGTERM, 2 the model or a setting is wron
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 import time
@@ -24,12 +23,13 @@ from engine.protocol import EngineInfo, TokenOutput
 from engine.wire.errors import to_wire
 from engine.wire.host import Core, WireHost
 from engine.wire.messages import Status
-from server.logs import configure
-
-log = logging.getLogger(__name__)
+from server.logs import LogFormat, configure
 
 IDLE_WAIT_S = 0.1
 """How long an idle loop sleeps at most before it looks for a signal."""
+
+STALLED_WAIT_S = 0.001
+"""How long the loop pauses when all requests wait for something outside of the engine."""
 
 FAREWELL_S = 2.0
 """How long a failed engine waits for somebody to tell the reason to."""
@@ -42,12 +42,19 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     drain_timeout_s: float = 30.0
     log_level: str = "info"
+    log_format: LogFormat = "text"
 
 
 class SteppedCore(Core, Protocol):
     """The engine as its loop sees it."""
 
+    @property
     def has_work(self) -> bool: ...
+
+    @property
+    def made_progress(self) -> bool:
+        """False when the last step found everything waiting for something outside of the engine."""
+        ...
 
     def step(self) -> Sequence[TokenOutput]:
         """Do one step, or collect one; return the outputs that are new."""
@@ -68,7 +75,7 @@ Load = Callable[[EngineConfig, OnProgress], LoadedEngine]
 
 def run(spec: CoreSpec, load: Load) -> int:
     """Serve the engine that `load` returns until SIGTERM; return the exit code."""
-    configure(spec.log_level)
+    configure(spec.log_level, spec.log_format)
     # Bound before anything is imported or read, so that clients see the loading from its beginning.
     host = WireHost(spec.address)
     try:
@@ -85,15 +92,16 @@ def run(spec: CoreSpec, load: Load) -> int:
 
 def _serve(host: WireHost, core: SteppedCore, drain_timeout_s: float) -> None:
     stop = _StopSignal()
+    wait_s = IDLE_WAIT_S
     while True:
-        busy = core.has_work()
-        host.pump(0.0 if busy else IDLE_WAIT_S)
-        if core.has_work():
+        host.pump(wait_s)
+        if core.has_work:
             host.send_outputs(core.step())
+        wait_s = IDLE_WAIT_S if not core.has_work else 0.0 if core.made_progress else STALLED_WAIT_S
         if stop.requested:
             host.drain()
-            drained = not core.has_work() and not host.num_held
-            if drained or time.monotonic() > stop.requested_at_s + drain_timeout_s:
+            is_drained = not core.has_work and not host.num_held
+            if is_drained or time.monotonic() > stop.requested_at_s + drain_timeout_s:
                 return
 
 
@@ -133,8 +141,9 @@ def read_spec(arguments: Sequence[str]) -> CoreSpec:
 def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
     """Load the model; torch is imported here and not before."""
     on_progress(0.0, "Starting.")
-    from engine.core import EngineCore
     from engine.runner.build import build_engine
+
+    from engine.core import EngineCore
 
     info, runner, num_blocks, assets = build_engine(config, on_progress)
     return LoadedEngine(EngineCore(info, config, runner, num_blocks), info, assets)

@@ -7,8 +7,8 @@ The port opens at once; API processes answer 503 on it while the model loads.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.errors import ConfigError, HeadraceError, ModelError
-from engine.protocol import EngineInfo
 from engine.wire.client import RemoteEngine
+from server.card import print_card
 from server.child import Child, ChildSpec
 from server.config import ServeConfig
 from server.core_process import CoreSpec
@@ -38,12 +38,14 @@ MAX_SOCKET_PATH_BYTES = 100
 
 
 class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON line that an API process gets on stdin. All of one server derive key scopes from one `scope_secret`."""
+    """The JSON line that an API process gets on stdin. `scope_secret` (hex) and `metrics_dir` are shared by all of one
+    server; the second is for metrics that are summed over several processes."""
 
     config: ServeConfig
     listen_fd: int
     core_address: str
-    scope_secret: bytes
+    scope_secret: str
+    metrics_dir: str | None
 
 
 def run(
@@ -53,29 +55,42 @@ def run(
 
     Raises ConfigError when the port cannot be had and ModelError when the model cannot be loaded.
     """
-    configure(config.log_level)
+    configure(config.log_level, config.log_format)
     with listen(config.host, config.port) as listener, _private_directory() as directory:
         address = f"ipc://{directory}/engine"
-        core = ChildSpec(
-            "The engine",
-            core_module,
-            _line(
-                CoreSpec(
-                    config=config.engine,
-                    address=address,
-                    drain_timeout_s=config.drain_timeout_s,
-                    log_level=config.log_level,
-                )
-            ),
-        )
-        fd = listener.fileno()
-        api_line = _line(
-            ApiSpec(config=config, listen_fd=fd, core_address=address, scope_secret=secrets.token_bytes(32))
-        )
-        apis = [ChildSpec(f"API process {index}", api_module, api_line, (fd,)) for index in range(config.api_processes)]
         url = _url(listener)
         log.info("listening on %s", url)
+        core = _core_child(config, core_module, address)
+        apis = _api_children(config, api_module, address, listener.fileno(), directory)
         return asyncio.run(Launcher(core, apis, address, url, config.drain_timeout_s).run())
+
+
+def _core_child(config: ServeConfig, module: str, address: str) -> ChildSpec:
+    spec = CoreSpec(
+        config=config.engine,
+        address=address,
+        drain_timeout_s=config.drain_timeout_s,
+        log_level=config.log_level,
+        log_format=config.log_format,
+    )
+    return ChildSpec("The engine", module, _line(spec))
+
+
+def _api_children(config: ServeConfig, module: str, address: str, fd: int, directory: str) -> list[ChildSpec]:
+    metrics_dir = None
+    if config.api_processes > 1:
+        metrics_dir = f"{directory}/metrics"
+        os.mkdir(metrics_dir)
+    line = _line(
+        ApiSpec(
+            config=config,
+            listen_fd=fd,
+            core_address=address,
+            scope_secret=secrets.token_hex(32),
+            metrics_dir=metrics_dir,
+        )
+    )
+    return [ChildSpec(f"API process {index}", module, line, (fd,)) for index in range(config.api_processes)]
 
 
 class Launcher:
@@ -134,7 +149,7 @@ class Launcher:
     async def _announce(self) -> None:
         info = await self._engine.wait_ready()
         log.info("%s is ready at %s", info.model, self._url)
-        _print_card(info, self._url)
+        print_card(info, self._url)
 
     async def _failure(self) -> HeadraceError:
         """Return why the engine's process gave up. It told the wire before it ended."""
@@ -198,11 +213,3 @@ def _private_directory() -> tempfile.TemporaryDirectory[str]:
 
 def _line(spec: msgspec.Struct) -> bytes:
     return msgspec.json.encode(spec) + b"\n"
-
-
-def _print_card(info: EngineInfo, url: str) -> None:
-    try:
-        card = importlib.import_module("server.card")
-    except ModuleNotFoundError:
-        return
-    card.print_card(info, url)
