@@ -63,16 +63,16 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
-        **variables: object,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """Return the prompt. `variables` are the request's own (chat_template_kwargs).
 
         Raises RequestError naming the message, or `messages` for what the template itself refuses or trips over.
         """
+        variables = variables or {}
         taken = _RESERVED.intersection(variables)
         if taken:
             raise RequestError(f"{min(taken)!r} cannot be set this way.", param="chat_template_kwargs")
