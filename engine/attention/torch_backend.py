@@ -1,0 +1,97 @@
+"""Back end "torch": attention from plain torch operators, on any device.
+
+The query heads of one KV head are handed to scaled_dot_product_attention as rows of one head: its own enable_gqa reads
+KV many times slower on CPUs. Blocks are gathered once per layer, and rows of similar length share a call.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.base import AttentionBatch
+from engine.attention.torch_plan import DecodeBucket, PrefillRow, TorchPlan, make_plan
+
+
+class TorchAttention:
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._planned: tuple[AttentionBatch, int, int | None, TorchPlan] | None = None
+
+    def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
+        rows = self._plan(batch, k_cache.shape[1], self._window(batch)).write_rows
+        head_dim = k_cache.shape[-1]
+        k_cache.view(-1, head_dim).index_copy_(0, rows, key.reshape(-1, head_dim))
+        v_cache.view(-1, head_dim).index_copy_(0, rows, value.reshape(-1, head_dim))
+
+    def attend(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window_tokens: int | None = None,
+    ) -> Tensor:
+        plan = self._plan(batch, k_cache.shape[1], window_tokens)
+        if len(plan.decode) == 1 and not plan.prefill:
+            return _attend_decode(query, k_cache, v_cache, plan.decode[0], scale)
+        output = torch.empty_like(query)
+        for bucket in plan.decode:
+            output[bucket.tokens] = _attend_decode(query[bucket.tokens], k_cache, v_cache, bucket, scale)
+        for row in plan.prefill:
+            tokens = slice(row.first_token, row.first_token + row.queries)
+            output[tokens] = _attend_prefill(query[tokens], k_cache, v_cache, row, scale)
+        return output
+
+    def _window(self, batch: AttentionBatch) -> int | None:
+        """Writing does not care for the window: keep the plan that reading made."""
+        return self._planned[2] if self._planned is not None and self._planned[0] is batch else None
+
+    def _plan(self, batch: AttentionBatch, kv_heads: int, window_tokens: int | None) -> TorchPlan:
+        """Return the batch's plan, made once per step: all layers of a KV group share the batch object."""
+        planned = self._planned
+        if planned is None or planned[0] is not batch or planned[1:3] != (kv_heads, window_tokens):
+            self._planned = planned = (
+                batch,
+                kv_heads,
+                window_tokens,
+                make_plan(batch, kv_heads, window_tokens),
+            )
+        return planned[3]
+
+
+def _gather(cache: Tensor, block_rows: Tensor, rows: int) -> Tensor:
+    """Return [rows, kv_heads, keys, head_dim]."""
+    _, kv_heads, block_size, head_dim = cache.shape
+    picked = cache.view(-1, block_size * head_dim).index_select(0, block_rows)
+    return picked.view(rows, kv_heads, -1, head_dim)
+
+
+def _attend_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBucket, scale: float) -> Tensor:
+    rows, heads, head_dim = query.shape
+    keys = _gather(k_cache, bucket.block_rows, rows)
+    values = _gather(v_cache, bucket.block_rows, rows)
+    grouped = query.reshape(rows, keys.shape[1], -1, head_dim)
+    visible = bucket.visible.expand(-1, 1, grouped.shape[2], -1)
+    attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scale)
+    return attended.reshape(rows, heads, head_dim)
+
+
+def _attend_prefill(query: Tensor, k_cache: Tensor, v_cache: Tensor, row: PrefillRow, scale: float) -> Tensor:
+    queries, heads, head_dim = query.shape
+    kv_heads = k_cache.shape[1]
+    group = heads // kv_heads
+    # [kv_heads, group, ...]: the group's keys are expanded, not copied.
+    grouped = query.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    keys, values = (
+        _gather(cache, row.block_rows, 1)[0, :, None, : row.keys].expand(-1, group, -1, -1)
+        for cache in (k_cache, v_cache)
+    )
+    attended = F.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=row.visible, is_causal=row.visible is None, scale=scale
+    )
+    return attended.permute(2, 0, 1, 3).reshape(queries, heads, head_dim)

@@ -1,0 +1,84 @@
+"""The operators a decoder layer is made of, in two sets: the fastest, and one whose rows are bitwise independent.
+
+Row-independent means that a token's result does not depend on which tokens, or how many, share the step. Libraries
+choose another kernel by the number of rows, and vectorised loops treat the tail of a buffer differently, so the
+invariant set gives every call the same shape (tiles of `TILE_ROWS` rows) and uses only operators without such tails.
+Which set holds on a machine is not taken on trust: `check_row_independence` runs at start-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.protocol import Numerics
+
+TILE_ROWS = 16
+"""Rows of every matrix product in the invariant set; results of a row do not depend on its place in the tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowOps:
+    """linear(x, weight, bias), silu_and_mul([gate | up]) and rms_norm(x, weight, eps), each over the last dimension."""
+
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+
+
+def row_ops(numerics: Numerics, device: torch.device) -> RowOps:
+    """Return the operators of a numerics mode; a mode that the device does not have is an error, never another mode."""
+    if numerics == "default":
+        return RowOps(linear=F.linear, silu_and_mul=_silu_and_mul, rms_norm=_rms_norm)
+    if device.type != "cpu":
+        raise ConfigError(
+            f"numerics 'invariant' is not available on device '{device.type}'",
+            hint="Use --device cpu, or --numerics default.",
+        )
+    return RowOps(linear=_linear_in_tiles, silu_and_mul=_silu_and_mul_by_exp, rms_norm=_rms_norm)
+
+
+def check_row_independence(ops: RowOps, weights: Iterable[Tensor]) -> None:
+    """Prove on this machine that `ops.linear` is row-independent for every distinct weight shape, or raise."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in {tuple(weight.shape): weight for weight in weights}.values():
+        rows = torch.randn(TILE_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
+        together = ops.linear(rows, weight, None)
+        moved = ops.linear(rows.roll(5, dims=0), weight, None).roll(-5, dims=0)
+        alone = ops.linear(rows[:1], weight, None)
+        if not (torch.equal(together, moved) and torch.equal(together[:1], alone)):
+            raise ConfigError(
+                f"numerics 'invariant' does not hold on this machine: products with a {tuple(weight.shape)} "
+                f"{weight.dtype} matrix depend on the batch",
+                hint="Use --numerics default, or another --dtype or --threads.",
+            )
+
+
+def _silu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _silu_and_mul_by_exp(gate_up: Tensor) -> Tensor:
+    # F.silu's vectorised loop falls back to a scalar exp with other last bits at a buffer's end, which moves with the
+    # number of rows. torch.exp has one implementation for whole and partial vectors; the rest is exact IEEE.
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (torch.exp(-gate) + 1.0) * up).to(gate_up.dtype)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def _linear_in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear on exactly TILE_ROWS rows at a time; x is [rows, in]."""
+    rows = x.shape[0]
+    padded = x.new_zeros(-(-rows // TILE_ROWS) * TILE_ROWS, x.shape[1])
+    padded[:rows] = x
+    tiles = [F.linear(tile, weight, bias) for tile in torch.split(padded, TILE_ROWS)]
+    return (torch.cat(tiles) if len(tiles) > 1 else tiles[0])[:rows]

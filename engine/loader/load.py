@@ -1,0 +1,200 @@
+"""Loads a model: finds its files, builds the module in the wanted dtype, fills it tensor by tensor, hashes on the way.
+
+Peak memory is the module plus one tensor. Knows no KV cache and no scheduler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.attention.registry import choose
+from engine.config import EngineConfig
+from engine.errors import ConfigError, ModelError
+from engine.layers.row_ops import check_row_independence, row_ops
+from engine.loader.checkpoint import Checkpoint, TextFiles
+from engine.loader.gguf import MAGIC
+from engine.loader.gguf_llama import GGUFCheckpoint
+from engine.loader.packaged import PACKAGED, ensure
+from engine.loader.safetensors import SafetensorsCheckpoint
+from engine.models.base import Model
+from engine.models.registry import MODELS
+from engine.protocol import AssetRef, KVGroupSpec, TextAssets
+
+OnProgress = Callable[[float, str], None]
+"""Called with (fraction in [0, 1], phase) between tensors. It may raise to give up the load."""
+
+_DTYPES = {
+    "auto": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run. `assets` are the text files by hex SHA-256; `weights_digest` is over the stored bytes."""
+
+    module: Model
+    kv_groups: tuple[KVGroupSpec, ...]
+    eos_ids: tuple[int, ...]
+    max_model_len: int
+    vocab_size: int
+    weights_digest: str
+    architecture: str
+    dtype: torch.dtype
+    device: torch.device
+    operators: str
+    generation_defaults: dict[str, float | int]
+    text: TextAssets
+    assets: dict[str, bytes]
+
+
+def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
+    """Load `config.model` onto `config.device`. Raises ModelError or ConfigError with one line for the user."""
+    device, dtype = choose_device(config.device), _DTYPES[config.dtype]
+    ops, backend = row_ops(config.numerics, device), choose(device, config.numerics)
+    on_progress(0.0, "opening model files")
+    checkpoint = open_checkpoint(config.model)
+    try:
+        max_model_len = _max_model_len(config.max_model_len, checkpoint)
+        text, assets = _text_assets(checkpoint.text, config.chat_template)
+        module = MODELS[checkpoint.architecture](
+            checkpoint.config, ops=ops, backend=backend, max_positions=max_model_len, dtype=dtype, device=device
+        )
+        weights_digest = _fill(module, checkpoint, on_progress)
+    finally:
+        checkpoint.close()
+    if config.numerics == "invariant":
+        on_progress(1.0, "checking numerics")
+        check_row_independence(ops, [p for p in module.parameters() if p.dim() == 2])
+    return LoadedModel(
+        module=module,
+        kv_groups=module.kv_groups(),
+        eos_ids=checkpoint.eos_ids,
+        max_model_len=max_model_len,
+        vocab_size=checkpoint.config.vocab_size,
+        weights_digest=weights_digest,
+        architecture=checkpoint.architecture,
+        dtype=dtype,
+        device=device,
+        operators=backend.name,
+        generation_defaults=checkpoint.generation_defaults,
+        text=text,
+        assets=assets,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' is not available here", hint="Use --device cpu, or install torch with CUDA.")
+    return torch.device(name)
+
+
+def open_checkpoint(model: str) -> Checkpoint:
+    """Open a directory, a GGUF file or a packaged model by name."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if not path.exists():
+        if model in PACKAGED:
+            return GGUFCheckpoint(ensure(model))
+        raise ModelError(
+            f"model {model!r} is neither a directory, nor a GGUF file, nor one of: {', '.join(PACKAGED)}",
+            hint="Give a Hugging Face directory (config.json, model.safetensors, tokenizer.json) or a .gguf file.",
+        )
+    if path.suffix != ".gguf" and not _starts_like_gguf(path):
+        raise ModelError(f"{path}: not a GGUF file", hint="For safetensors, give the directory that holds them.")
+    return GGUFCheckpoint(path)
+
+
+def _starts_like_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+
+
+def _max_model_len(wanted: int | None, checkpoint: Checkpoint) -> int:
+    longest = checkpoint.config.max_positions
+    if wanted is None:
+        return longest
+    if not 0 < wanted <= longest:
+        raise ConfigError(
+            f"max_model_len {wanted} is out of range: {checkpoint.path} was made for 1 to {longest} tokens",
+            hint=f"Use --max-model-len {longest} or less.",
+        )
+    return wanted
+
+
+def _text_assets(files: TextFiles, chat_template: str | None) -> tuple[TextAssets, dict[str, bytes]]:
+    template = files.chat_template if chat_template is None else _template_override(chat_template)
+    contents = {hashlib.sha256(data).hexdigest(): data for data in (files.tokenizer, template) if data is not None}
+    text = TextAssets(
+        tokenizer=_asset(files.tokenizer),
+        chat_template=None if template is None else _asset(template),
+        bos_id=files.bos_id,
+        add_bos=files.add_bos,
+        special_tokens=files.special_tokens,
+    )
+    return text, contents
+
+
+def _asset(data: bytes) -> AssetRef:
+    return AssetRef(hashlib.sha256(data).hexdigest(), len(data))
+
+
+def _template_override(value: str) -> bytes:
+    """Return the template's source: `value` itself when it has Jinja's braces, else the file it names."""
+    if "{{" in value or "{%" in value:
+        return value.encode()
+    try:
+        source = Path(value).expanduser().read_bytes()
+        source.decode()
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"chat template {value!r} cannot be read: {error}") from error
+    return source
+
+
+def _fill(module: Model, checkpoint: Checkpoint, on_progress: OnProgress) -> str:
+    """Copy every tensor into the module; return the hex SHA-256 over names and stored bytes, in the module's order."""
+    parts = list(module.named_parts())
+    _check_names([name for name, _ in parts], checkpoint)
+    digest = hashlib.sha256()
+    for index, (name, target) in enumerate(parts):
+        on_progress(index / len(parts), "reading weights")
+        digest.update(name.encode() + b"\0")
+        source = checkpoint.read(name, digest)
+        _check_shape(name, source, target, checkpoint)
+        target.copy_(source)
+    on_progress(1.0, "reading weights")
+    return digest.hexdigest()
+
+
+def _check_names(wanted: list[str], checkpoint: Checkpoint) -> None:
+    missing = [name for name in wanted if name not in checkpoint.tensor_names]
+    if missing:
+        raise ModelError(f"{checkpoint.path}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+    known = {*wanted, "lm_head.weight"}  # a tied head is stored by some tools and never read
+    unused = [name for name in checkpoint.tensor_names if name not in known and "rotary_emb" not in name]
+    if unused:
+        raise ModelError(
+            f"{checkpoint.path}: {len(unused)} tensors do not belong to {checkpoint.architecture},"
+            f" the first is {min(unused)!r}"
+        )
+
+
+def _check_shape(name: str, source: Tensor, target: Tensor, checkpoint: Checkpoint) -> None:
+    if source.shape != target.shape:
+        raise ModelError(
+            f"{checkpoint.path}: tensor {name!r} has shape {list(source.shape)}, the model needs {list(target.shape)}"
+        )

@@ -1,0 +1,88 @@
+"""A Hugging Face directory with safetensors weights, in one file or in shards with an index, seen as a checkpoint."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.loader.checkpoint import Digest
+from engine.loader.hf_config import JsonFile, architecture_of, llama_config, sampling_defaults
+from engine.loader.hf_text import read_text
+from engine.models.registry import MODELS
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class SafetensorsCheckpoint:
+    """Owns the open shards."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory
+        config_file = JsonFile.read(directory / "config.json")
+        generation = JsonFile.read_optional(directory / "generation_config.json")
+        self.architecture = architecture_of(config_file, tuple(MODELS))
+        self.config = llama_config(config_file)
+        text = read_text(directory, config_file)
+        self.text = text.files
+        ends = {*config_file.token_ids("eos_token_id"), *generation.token_ids("eos_token_id"), *text.eos_ids}
+        self.eos_ids = tuple(sorted(ends))
+        self.generation_defaults = sampling_defaults(generation)
+        self._file_of = _files_by_tensor(directory)
+        self._open = {path: _open_shard(path) for path in sorted(set(self._file_of.values()))}
+
+    @property
+    def tensor_names(self) -> Collection[str]:
+        return self._file_of.keys()
+
+    def read(self, name: str, digest: Digest) -> Tensor:
+        path = self._file_of[name]
+        try:
+            tensor: Tensor = self._open[path].get_tensor(name)  # type: ignore[no-untyped-call]
+        except SafetensorError as error:
+            raise ModelError(f"{path}: tensor {name!r} cannot be read: {error}") from error
+        if tensor.dtype not in _FLOATS:
+            raise ModelError(
+                f"{path}: tensor {name!r} has type {tensor.dtype}, which is not supported"
+                " (supported: float32, float16, bfloat16)"
+            )
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return tensor
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+def _files_by_tensor(directory: Path) -> dict[str, Path]:
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    if single.exists():
+        names: list[str] = _open_shard(single).keys()  # type: ignore[no-untyped-call]
+        return dict.fromkeys(names, single)
+    if not index.exists():
+        raise ModelError(f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    weight_map = JsonFile.read(index).nested("weight_map").values
+    if not weight_map:
+        raise ModelError(f"{index}: 'weight_map' is missing or empty")
+    files: dict[str, Path] = {}
+    for name, file_name in weight_map.items():
+        # A shard lies beside its index: a path out of the directory is refused rather than followed.
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise ModelError(f"{index}: tensor {name!r} points to {file_name!r}, which is no file name")
+        files[name] = directory / file_name
+    return files
+
+
+def _open_shard(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: missing file") from error
+    except (SafetensorError, OSError, struct.error) as error:
+        raise ModelError(f"{path}: corrupt or truncated safetensors file: {error}") from error

@@ -1,0 +1,7 @@
+"""Models by the architecture name that Hugging Face configurations carry."""
+
+from __future__ import annotations
+
+from engine.models.llama import Llama
+
+MODELS = {"LlamaForCausalLM": Llama}

@@ -1,0 +1,84 @@
+"""Composes an engine's device side from its configuration: threads, model, KV cache, runner, and its description."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.loader.load import LoadedModel, choose_device, load_model
+from engine.protocol import EngineInfo
+from engine.runner.kv_cache import KVCache, block_bytes, count_blocks, default_budget_bytes
+from engine.runner.runner import TorchRunner
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+def build_engine(
+    config: EngineConfig, on_progress: Callable[[float, str], None]
+) -> tuple[EngineInfo, TorchRunner, tuple[int, ...], dict[str, bytes]]:
+    """Return the engine's description, its runner, the blocks of each KV group (null block included) and text assets.
+
+    Raises ConfigError and ModelError with one line for the user; whatever `on_progress` raises passes through.
+    """
+    if config.block_size not in BLOCK_SIZES:
+        raise ConfigError(f"block_size {config.block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
+    threads = _set_threads(config.threads)
+    loaded = load_model(config, on_progress)
+    num_blocks = _count_blocks(config, loaded)
+    cache = KVCache(loaded.kv_groups, num_blocks, config.block_size, loaded.dtype, loaded.device)
+    runner = TorchRunner(
+        loaded.module,
+        cache,
+        block_size=config.block_size,
+        max_slots=config.max_running,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+        device=loaded.device,
+        max_in_flight=config.in_flight_steps,
+    )
+    info = _describe(config, loaded, num_blocks, threads)
+    return info, runner, (num_blocks,) * len(loaded.kv_groups), loaded.assets
+
+
+def _set_threads(threads: int | None) -> int:
+    count = threads if threads is not None else max(1, len(os.sched_getaffinity(0)))
+    if count < 1:
+        raise ConfigError(f"threads {count} is not positive")
+    torch.set_num_threads(count)
+    return count
+
+
+def _count_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
+    budget = config.kv_cache_memory_bytes
+    if budget is None:
+        budget = default_budget_bytes(choose_device(config.device))
+    per_block = block_bytes(loaded.kv_groups, config.block_size, loaded.dtype)
+    return count_blocks(budget, per_block, config.block_size, loaded.max_model_len)
+
+
+def _describe(config: EngineConfig, loaded: LoadedModel, num_blocks: int, threads: int) -> EngineInfo:
+    return EngineInfo(
+        model=config.served_model_name or config.model,
+        incarnation=secrets.token_hex(8),
+        weights_digest=loaded.weights_digest,
+        architecture=loaded.architecture,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=loaded.device.type,
+        numerics=config.numerics,
+        operators=loaded.operators,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_ids=loaded.eos_ids,
+        block_size=config.block_size,
+        kv_groups=loaded.kv_groups,
+        kv_capacity_tokens=(num_blocks - 1) * config.block_size,
+        max_running=config.max_running,
+        text=loaded.text,
+        generation_defaults=loaded.generation_defaults,
+        threads=threads,
+    )

@@ -1,0 +1,106 @@
+"""Memory of the KV cache: how many blocks fit, and the tensors themselves.
+
+Owns the promise that back ends rely on: what no request has written is finite. New blocks are cleared when they are
+handed out (a former owner may have left NaN), and the null block after every step that wrote to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.plan import NULL_BLOCK
+from engine.protocol import KVGroupSpec
+
+CPU_DEFAULT_BYTES = 1 << 30
+CUDA_SHARE = 0.9
+CUDA_HEADROOM_BYTES = 1 << 30
+"""Left on a CUDA device for activations, logits and the sampler."""
+
+
+def block_bytes(groups: Sequence[KVGroupSpec], block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes that one block of every group takes, over all its layers."""
+    values = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in groups)
+    return values * block_size * dtype.itemsize
+
+
+def default_budget_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(int(free * CUDA_SHARE) - CUDA_HEADROOM_BYTES, 0)
+    return min(CPU_DEFAULT_BYTES, available_memory_bytes() // 4)
+
+
+def available_memory_bytes(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return what the machine and the container both have left; a machine that does not say counts as having plenty."""
+    limits = [CPU_DEFAULT_BYTES * 4]
+    try:
+        fields = dict(line.split(":", 1) for line in proc.read_text().splitlines() if ":" in line)
+        limits = [int(fields["MemAvailable"].split()[0]) * 1024]
+    except (OSError, KeyError, ValueError):
+        pass  # not Linux
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit != "max":
+            limits.append(max(int(limit) - int(used), 0))
+    except (OSError, ValueError):
+        pass  # no cgroup v2
+    return min(limits)
+
+
+def count_blocks(budget_bytes: int, bytes_per_block: int, block_size: int, max_model_len: int) -> int:
+    """Return the blocks (the null block included) that the budget holds, or raise when one sequence does not fit."""
+    blocks = budget_bytes // bytes_per_block
+    needed = -(-max_model_len // block_size) + 1
+    if blocks < needed:
+        longest = max(blocks - 1, 0) * block_size
+        raise ConfigError(
+            f"one sequence of max_model_len {max_model_len} needs {needed * bytes_per_block} bytes of KV cache,"
+            f" but kv_cache_memory is {budget_bytes} bytes",
+            hint=f"Use --max-model-len {longest} or less, or --kv-cache-memory {needed * bytes_per_block}."
+            if longest
+            else f"Use --kv-cache-memory {needed * bytes_per_block}.",
+        )
+    return blocks
+
+
+class KVCache:
+    """One pair of tensors per layer, [num_blocks, kv_heads, block_size, head_dim]."""
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroupSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        by_layer: dict[int, tuple[Tensor, Tensor]] = {}
+        self._of_group: list[list[Tensor]] = []
+        for group in groups:
+            shape = (num_blocks, group.kv_heads, block_size, group.head_dim)
+            # Not zeroed as a whole: pages that no request reaches are never touched.
+            pairs = [(_empty(shape, dtype, device), _empty(shape, dtype, device)) for _ in group.layers]
+            by_layer.update(zip(group.layers, pairs, strict=True))
+            self._of_group.append([tensor for pair in pairs for tensor in pair])
+        self.layers = [by_layer[layer] for layer in sorted(by_layer)]
+        self.clear_null_block()
+
+    def clear(self, group: int, blocks: Sequence[int]) -> None:
+        """Zero blocks of a group that a request is about to write."""
+        for tensor in self._of_group[group]:
+            for block in blocks:
+                tensor[block].zero_()
+
+    def clear_null_block(self) -> None:
+        for group in range(len(self._of_group)):
+            self.clear(group, (NULL_BLOCK,))
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
