@@ -350,11 +350,15 @@ class KVPort(Protocol):
     def poll(self) -> Sequence[LoadDone | HoldDone]: ...
 
     def on_full(self, blocks: Sequence[FullBlock]) -> None:
-        """Blocks were published. The port may read them while their request runs or is held."""
+        """Blocks were published. The port may read them while their request runs or is held, except for those of a
+        sliding window: they are reused once the window has passed them, so they are read in here or not at all.
+        """
         ...
 
     def on_finish(self, request_id: str, keep_tokens: int) -> Literal["free", "hold"]:
-        """The request ended; its first `keep_tokens` tokens (prompt and output) are worth saving."""
+        """The request gives up its blocks; its first `keep_tokens` tokens (prompt and output) are worth saving. It has
+        ended, or was preempted and will be matched anew.
+        """
         ...
 
     def layer_done(self, step: int, layer: int) -> None:
