@@ -1,0 +1,335 @@
+"""The engine's loop: the door, one step after another, and one terminal output for every accepted request.
+
+Knows no HTTP, no text and no torch: a Runner computes. One thread owns it; nothing here waits except for the runner.
+"""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, DrainingError, PressureError, PromptTooLongError, RequestError
+from engine.kv.groups import GroupEventSink, KVGroups
+from engine.plan import Row, RowResult, Runner, StepResult
+from engine.protocol import (
+    EngineInfo,
+    EngineLoad,
+    FinishReason,
+    GenerateRequest,
+    KVPort,
+    Timings,
+    TokenLogprobs,
+    TokenOutput,
+)
+from engine.request import Request, RequestState
+from engine.scheduler import Scheduler
+from engine.validation import sequence_window, validate
+
+Clock = Callable[[], float]
+
+
+class EngineCore:
+    """One engine. `num_blocks` has the size of each KV group's pool, null block included.
+
+    `info` tells limits and special ids, `config` the loop's settings. The caller owns `runner` and `kv_port` and closes
+    them. `clock` is monotonic, `wall_clock` is what deadlines are in; both in seconds.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        config: EngineConfig,
+        runner: Runner,
+        num_blocks: Sequence[int],
+        kv_port: KVPort | None = None,
+        *,
+        clock: Clock = time.monotonic,
+        wall_clock: Clock = time.time,
+        on_block_event: GroupEventSink | None = None,
+    ) -> None:
+        if kv_port is not None and not config.prefix_cache:
+            raise ConfigError("a KV port needs the prefix cache", hint="leave prefix_cache on")
+        self.info = info
+        self._runner = runner
+        self._max_in_flight = max(1, min(runner.max_in_flight, config.in_flight_steps))
+        self._max_running = info.max_running
+        self._max_waiting = config.max_waiting
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self.kv = KVGroups(info.kv_groups, num_blocks, info.block_size, on_block_event)
+        self.scheduler = Scheduler(
+            self.kv,
+            max_running=info.max_running,
+            max_step_tokens=config.max_step_tokens,
+            prefix_cache=config.prefix_cache,
+            port=kv_port,
+        )
+        alone = self.kv.max_sequence_tokens
+        self._max_sequence_tokens = sequence_window(info) if alone is None else min(alone, sequence_window(info))
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._outputs: list[TokenOutput] = []
+        self._draining = False
+        self._made_progress = False
+        self._totals: Counter[str] = Counter()
+        self._endings: Counter[str] = Counter()
+        self._prefill_busy_s = 0.0
+
+    # ---- the door
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Accept a request: from here on it gets exactly one terminal output from step().
+
+        A higher attempt of a live request takes its place: the earlier one has lost its client. Raises RequestError
+        (bad, or in use), DrainingError and PressureError; nothing has happened then.
+        """
+        spec = validate(request, self.info)
+        if len(spec.prompt_ids) + len(spec.resume_ids) >= self._max_sequence_tokens:
+            raise PromptTooLongError(len(spec.prompt_ids), self._max_sequence_tokens, param="prompt")
+        earlier = self._requests.get(spec.request_id)
+        if earlier is not None and earlier.spec.attempt >= spec.attempt:
+            raise RequestError(f"request_id {spec.request_id!r} is in use", param="request_id", value=spec.request_id)
+        if self._draining:
+            raise DrainingError("this engine is draining and takes no new requests")
+        if len(self.scheduler.waiting) >= self._max_waiting:
+            raise PressureError(f"{self._max_waiting} requests are waiting already")
+        if earlier is not None:
+            self._end(earlier, "abort", error="a later attempt took its place", error_code="superseded")
+        self._accept(spec)
+
+    def _accept(self, spec: GenerateRequest) -> None:
+        if spec.sampling.seed is None:
+            sampling = msgspec.structs.replace(spec.sampling, seed=secrets.randbits(63))
+            spec = msgspec.structs.replace(spec, sampling=sampling)
+        max_tokens = spec.sampling.max_tokens or 1  # validate() has set it
+        request = Request(
+            spec,
+            arrival=self._arrivals,
+            arrived_s=self._clock(),
+            max_total_tokens=min(len(spec.prompt_ids) + max_tokens, self._max_sequence_tokens),
+            eos_ids=self.info.eos_ids,
+            block_size=self.info.block_size,
+        )
+        self._arrivals += 1
+        self._requests[spec.request_id] = request
+        self._totals["prompt"] += request.prompt_len
+        if spec.deadline_unix_s is not None:
+            self._watch_deadline(spec.deadline_unix_s, request)
+        self.scheduler.add(request)
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        """End a request as complete; output tokens from `keep_tokens` on are overshoot. Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.keep_tokens = request.prompt_len + max(0, keep_tokens)
+            self._end(request, "stop")
+
+    def abort(self, request_id: str) -> None:
+        """End a request that nobody waits for. Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, "abort")
+
+    def drain(self) -> None:
+        """Take nothing new; what was accepted goes on."""
+        self._draining = True
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, e.g. because the weights changed."""
+        self.scheduler.reset_prefix_cache()
+
+    # ---- the loop
+
+    def step(self) -> list[TokenOutput]:
+        """Run one iteration and return what is new, in order. Blocks only in the runner, when it has enough to do."""
+        self._expire_deadlines()
+        loaded = self.scheduler.poll_port()
+        plan = self.scheduler.schedule(self._clock())
+        if plan is not None:
+            self._runner.launch(plan)
+        results = self._collect(launched=plan is not None)
+        for result in results:
+            self._process(result)
+        self._made_progress = plan is not None or len(results) > 0 or loaded > 0
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() can still do something: requests, steps in flight, blocks at the port, or outputs to fetch."""
+        return bool(self._requests or self._outputs or len(self.scheduler.ledger) or self.scheduler.port.busy)
+
+    @property
+    def made_progress(self) -> bool:
+        """Whether the last step() launched, collected or loaded anything. If not, all wait for the KV port: a loop
+        should pause for a moment instead of spinning."""
+        return self._made_progress
+
+    def _collect(self, *, launched: bool) -> Sequence[StepResult]:
+        """Wait for a result when the runner is full, or when there was nothing to launch."""
+        in_flight = len(self.scheduler.ledger)
+        if in_flight == 0:
+            return ()
+        return self._runner.collect(block=in_flight >= self._max_in_flight or not launched)
+
+    def _process(self, result: StepResult) -> None:
+        """Turn one step's results into tokens, published blocks and outputs; then free what only this step used."""
+        launched = self.scheduler.ledger.close(result.step)
+        now_s = self._clock()
+        prefill_tokens = 0
+        for row, request, row_result in zip(launched.plan.rows, launched.requests, result.rows, strict=True):
+            if row.token_ids is not None:
+                prefill_tokens += row.count
+            if row.sample:
+                request.pending -= 1
+            if not request.finished:  # else overshoot: the request ended while this step was in flight
+                self._apply(row, request, row_result, now_s)
+        self.scheduler.close_step(launched)
+        self._totals["steps"] += 1
+        if prefill_tokens:
+            self._totals["prefill"] += prefill_tokens
+            self._prefill_busy_s += result.compute_s
+
+    def _apply(self, row: Row, request: Request, result: RowResult, now_s: float) -> None:
+        if result.error is not None or (row.sample and not result.token_ids):
+            error = result.error or "the runner returned no token"
+            request.keep_tokens = 0
+            self._end(request, "error", error=error, error_code="request_failed")
+            return
+        self.scheduler.complete(request, row.start + row.count)
+        if result.prompt_logprobs is not None:
+            request.add_prompt_logprobs(row.start, result.prompt_logprobs)
+        if not row.sample:
+            return
+        offset = request.num_outputs
+        tokens, reason = [], None
+        for token in result.token_ids:
+            tokens.append(token)
+            reason = request.append(token)
+            if reason is not None:
+                break
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+        logprobs = None if result.logprobs is None else list(result.logprobs[: len(tokens)])
+        if request.output_started and reason is None:
+            spec = request.spec
+            self._outputs.append(TokenOutput(spec.request_id, spec.attempt, offset, tokens, None, None, logprobs))
+        elif reason is None:
+            self._outputs.append(self._first_output(request, offset, tokens, logprobs))
+        else:
+            self._end(request, reason, tokens=tokens, logprobs=logprobs)
+        self._totals["output"] += len(tokens)
+
+    def _first_output(
+        self, request: Request, offset: int, tokens: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> TokenOutput:
+        request.output_started = True
+        if request.cached is not None:
+            self._totals["cached"] += request.cached.total
+        return TokenOutput(
+            request.request_id,
+            request.spec.attempt,
+            offset,
+            tokens,
+            logprobs=logprobs,
+            cached=request.cached,
+            prompt_logprobs=None if request.prompt_logprobs_missing else request.prompt_logprobs,
+        )
+
+    def _end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        tokens: Sequence[int] = (),
+        logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+        error_code: str | None = None,
+    ) -> None:
+        """Put out the terminal output and retire the request: the only place where one ends."""
+        offset = request.num_outputs - len(tokens)
+        if request.output_started:
+            output = TokenOutput(request.request_id, request.spec.attempt, offset, list(tokens), logprobs=logprobs)
+        else:
+            output = self._first_output(request, offset, list(tokens), logprobs)
+        stop_token = tokens[-1] if reason == "stop" and tokens else None
+        self._outputs.append(
+            msgspec.structs.replace(
+                output,
+                finish_reason=reason,
+                stop_token=stop_token,
+                timings=_timings(request, self._clock()),
+                error=error,
+                error_code=error_code,
+            )
+        )
+        del self._requests[request.request_id]
+        self._endings[reason] += 1
+        self.scheduler.retire(request)
+
+    # ---- deadlines
+
+    def _watch_deadline(self, deadline_unix_s: float, request: Request) -> None:
+        heapq.heappush(self._deadlines, (deadline_unix_s, request.order[1], request))
+        # Requests that ended in time stay in the heap until their deadline; clear them out before they outnumber the
+        # live ones, which costs O(1) per request on average.
+        if len(self._deadlines) > 2 * len(self._requests) + 64:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
+            heapq.heapify(self._deadlines)
+
+    def _expire_deadlines(self) -> None:
+        if not self._deadlines:
+            return
+        now_unix_s = self._wall_clock()
+        while self._deadlines and self._deadlines[0][0] <= now_unix_s:
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.finished:
+                self._end(request, "abort", error="the deadline has passed", error_code="deadline_exceeded")
+
+    # ---- what others ask
+
+    def load(self) -> EngineLoad:
+        running, waiting_kv = len(self.scheduler.running), 0
+        queued = 0
+        for request in self._requests.values():
+            waiting_kv += request.state is RequestState.WAITING_KV
+            missing = len(request.tokens) - request.num_computed
+            queued += missing if missing > 1 else 0
+        return EngineLoad(
+            running=running,
+            waiting=len(self._requests) - running - waiting_kv,
+            waiting_kv=waiting_kv,
+            queued_uncached_tokens=queued,
+            kv_blocks_used=self.kv.blocks_used,
+            kv_blocks_total=self.kv.blocks_total,
+            steps_total=self._totals["steps"],
+            preemptions_total=self.scheduler.preemptions,
+            prompt_tokens_total=self._totals["prompt"],
+            cached_tokens_total=self._totals["cached"],
+            output_tokens_total=self._totals["output"],
+            requests_total=dict(self._endings),
+            prefill_tokens_total=self._totals["prefill"],
+            prefill_busy_s_total=self._prefill_busy_s,
+            draining=self._draining,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books do not add up. For tests; cost grows with everything there is."""
+        self.scheduler.check_integrity(self._max_running)
+        for request in self._requests.values():
+            assert not request.finished, "a finished request is still listed"
+        live = len(self.scheduler.running) + len(self.scheduler.waiting)
+        assert live <= len(self._requests), "a request runs or waits that is not listed"
+
+
+def _timings(request: Request, now_s: float) -> Timings:
+    started_s = now_s if request.started_s is None else request.started_s
+    first_token_s = now_s if request.first_token_s is None else request.first_token_s
+    return Timings(started_s - request.arrived_s, first_token_s - started_s, now_s - first_token_s)

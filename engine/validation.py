@@ -1,0 +1,152 @@
+"""The door: turns a request into one whose every value is in range, or names the parameter that is not.
+
+Used by the API process before it answers 200, and again by the engine core, which trusts nobody; the result of one
+pass goes through the next unchanged. Behind it the loop never checks user data again.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.errors import PromptTooLongError, RequestError, UnsupportedError
+from engine.protocol import EngineInfo, GenerateRequest, SamplingParams
+from kvstore.keys import KEY_BYTES
+
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 256
+MAX_ID_CHARS = 256
+MAX_TRACE_CHARS = 512
+GREEDY_BELOW = 1e-5
+"""Temperatures below this divide logits past the range of float32 for no gain over greedy."""
+
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
+_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
+
+
+def validate(request: GenerateRequest, info: EngineInfo) -> GenerateRequest:
+    """Return `request` with its limits resolved for an engine: max_tokens set, the window observed.
+
+    Raises RequestError (PromptTooLongError, UnsupportedError) with the parameter's name as a client knows it.
+    """
+    _check_supported(request)
+    _check_envelope(request)
+    window = sequence_window(info)
+    _check_token_ids(request.prompt_ids, "prompt", info.vocab_size)
+    _check_token_ids(request.resume_ids, "resume_ids", info.vocab_size)
+    if not request.prompt_ids:
+        raise RequestError("prompt must have at least one token", param="prompt", value=[])
+    if len(request.prompt_ids) >= window:
+        raise PromptTooLongError(len(request.prompt_ids), window, param="prompt")
+    sampling = _check_sampling(request.sampling, info)
+    sampling = _resolve_lengths(sampling, len(request.prompt_ids), window, info.max_model_len)
+    if len(request.resume_ids) >= (sampling.max_tokens or 0):
+        raise RequestError(
+            f"resume_ids has {len(request.resume_ids)} tokens, which leaves none of the {sampling.max_tokens} allowed",
+            param="resume_ids",
+            value=len(request.resume_ids),
+        )
+    _check_int("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+    return request if sampling is request.sampling else msgspec.structs.replace(request, sampling=sampling)
+
+
+def sequence_window(info: EngineInfo) -> int:
+    """Return how many tokens one sequence may have: the model's window, or the KV pool where that is smaller."""
+    return min(info.max_model_len, info.kv_capacity_tokens)
+
+
+def _check_supported(request: GenerateRequest) -> None:
+    if request.grammar is not None:
+        raise UnsupportedError(
+            "this engine does not constrain its output yet", param="response_format", value=request.grammar.kind
+        )
+    if request.kv_ticket is not None:
+        raise UnsupportedError("this engine takes no KV from another engine yet", param="kv_ticket")
+    if request.mode != "full":
+        raise UnsupportedError("this engine does not split prefill and decode yet", param="mode", value=request.mode)
+
+
+def _check_envelope(request: GenerateRequest) -> None:
+    if not 0 < len(request.request_id) <= MAX_ID_CHARS:
+        raise _out_of_range("request_id", request.request_id[:MAX_ID_CHARS], f"have 1 to {MAX_ID_CHARS} characters")
+    if request.group_id is not None and len(request.group_id) > MAX_ID_CHARS:
+        raise _out_of_range("group_id", request.group_id[:MAX_ID_CHARS], f"have at most {MAX_ID_CHARS} characters")
+    if request.traceparent is not None and len(request.traceparent) > MAX_TRACE_CHARS:
+        raise _out_of_range("traceparent", None, f"have at most {MAX_TRACE_CHARS} characters")
+    if len(request.cache_scope) != KEY_BYTES:
+        raise _out_of_range("cache_scope", len(request.cache_scope), f"have {KEY_BYTES} bytes")
+    _check_int("attempt", request.attempt, 0, _INT32_MAX)
+    _check_int("priority", request.priority, _INT32_MIN, _INT32_MAX)
+    if request.deadline_unix_s is not None:
+        _check_number("deadline_unix_s", request.deadline_unix_s, -math.inf, math.inf)
+
+
+def _check_token_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:
+    """Check all ids at C speed: prompts have up to a million of them."""
+    try:
+        words = array("q", ids)
+    except (TypeError, OverflowError) as error:
+        raise RequestError(f"{param} has a token id that is not a 64-bit integer", param=param) from error
+    if words:
+        for worst in (min(words), max(words)):
+            if not 0 <= worst < vocab_size:
+                raise RequestError(
+                    f"{param} has token id {worst}, outside the vocabulary [0, {vocab_size})", param=param, value=worst
+                )
+
+
+def _check_sampling(sampling: SamplingParams, info: EngineInfo) -> SamplingParams:
+    _check_number("temperature", sampling.temperature, 0.0, 2.0)
+    _check_number("top_p", sampling.top_p, 0.0, 1.0, above=True)
+    _check_number("min_p", sampling.min_p, 0.0, 1.0)
+    _check_int("top_k", sampling.top_k, -1, _INT64_MAX)
+    _check_int("seed", sampling.seed, _INT64_MIN, _INT64_MAX, optional=True)
+    _check_int("logprobs", sampling.logprobs, 0, MAX_LOGPROBS, optional=True)
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise _out_of_range("stop_token_ids", len(sampling.stop_token_ids), f"have at most {MAX_STOP_TOKEN_IDS} ids")
+    _check_token_ids(sampling.stop_token_ids, "stop_token_ids", info.vocab_size)
+    temperature = 0.0 if sampling.temperature < GREEDY_BELOW else sampling.temperature
+    top_k = min(max(sampling.top_k, 0), info.vocab_size)
+    if temperature == sampling.temperature and top_k == sampling.top_k:
+        return sampling
+    return msgspec.structs.replace(sampling, temperature=temperature, top_k=top_k)
+
+
+def _resolve_lengths(sampling: SamplingParams, prompt_len: int, window: int, max_model_len: int) -> SamplingParams:
+    """Set max_tokens to what the window leaves: None means all of it, and more than that is cut."""
+    rest = window - prompt_len
+    _check_int("max_tokens", sampling.max_tokens, 1, max_model_len, optional=True)
+    most = max_model_len if sampling.max_tokens is None else sampling.max_tokens
+    _check_int("min_tokens", sampling.min_tokens, 0, most)
+    max_tokens = min(most, rest)
+    min_tokens = min(sampling.min_tokens, max_tokens)
+    if max_tokens == sampling.max_tokens and min_tokens == sampling.min_tokens:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+
+
+def _check_number(param: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    """Check that `value` is a finite number in [low, high], or in (low, high] with `above`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _out_of_range(param, value, "be a number")
+    if not math.isfinite(value):
+        raise _out_of_range(param, str(value), "be finite")
+    if value < low or value > high or (above and value == low):
+        raise _out_of_range(param, value, f"be in {'(' if above else '['}{low:g}, {high:g}]")
+
+
+def _check_int(param: str, value: int | None, low: int, high: int, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _out_of_range(param, value, "be an integer")
+    if not low <= value <= high:
+        raise _out_of_range(param, value, f"be in [{low}, {high}]")
+
+
+def _out_of_range(param: str, value: object, rule: str) -> RequestError:
+    shown = "" if value is None else f", got {value!r}"
+    return RequestError(f"{param} must {rule}{shown}", param=param, value=value)
