@@ -34,7 +34,22 @@ def _torch_invariant() -> AttentionBackend:
     return TorchInvariantAttention()
 
 
+def _triton(name: str) -> AttentionBackend:
+    try:
+        from engine.attention.triton_backend import DEFAULT_TILES, INVARIANT_TILES, TritonAttention
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ConfigError(
+            f"attention back end {name!r} needs triton, which is not installed",
+            hint="Run: pip install 'headrace[cuda]'",
+        ) from error
+    return TritonAttention(name, INVARIANT_TILES if name == "triton_invariant" else DEFAULT_TILES)
+
+
 BACKENDS = (
+    BackendEntry("triton", ("cuda",), "default", lambda: _triton("triton")),
+    BackendEntry("triton_invariant", ("cuda",), "invariant", lambda: _triton("triton_invariant")),
     BackendEntry("torch", ("cpu", "cuda"), "default", _torch),
     BackendEntry("torch_invariant", ("cpu",), "invariant", _torch_invariant),
 )

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBatch
 from engine.kernels.attention import prefill_attention_kernel, split_attention_kernel
 from engine.kernels.kv import write_kv
+from engine.kernels.shared_memory import buffers_that_fit
 
 MAX_HEAD_SLOTS = 1 << 16
 """Rows times KV heads of one launch: a counter each, allocated once so that a captured graph may keep its address."""
@@ -23,13 +24,17 @@ MAX_HEAD_SLOTS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class TritonTiles:
-    """Shapes of the two kernels. `fold_splits`: prefill folds the KV at the same borders as the split kernel does."""
+    """Shapes of the two kernels. `fold_splits`: prefill folds the KV at the same borders as the split kernel does.
+
+    `kv_buffers` is how many KV tiles are on their way at once, as far as they fit in shared memory.
+    """
 
     split_rows: int
     split_warps: int
     prefill_rows: int
     prefill_warps: int
     kv_tile: int
+    kv_buffers: int
     split_tokens: int
     fold_splits: bool
 
@@ -40,6 +45,7 @@ DEFAULT_TILES = TritonTiles(
     prefill_rows=128,
     prefill_warps=8,
     kv_tile=64,
+    kv_buffers=2,
     split_tokens=256,
     fold_splits=False,
 )
@@ -50,6 +56,7 @@ INVARIANT_TILES = TritonTiles(
     prefill_rows=64,
     prefill_warps=4,
     kv_tile=64,
+    kv_buffers=2,
     split_tokens=256,
     fold_splits=True,
 )
@@ -118,14 +125,17 @@ class _Call:
     window: int
     tiles: TritonTiles
 
-    @property
-    def _stages(self) -> int:
-        return 3 if self.k_cache.element_size() <= 2 else 2
+    def _stages(self, rows: int) -> int:
+        """A buffer is one more stage than what reads the block table and what computes."""
+        row_bytes = self.query.shape[2] * self.k_cache.element_size()
+        tile_bytes = 2 * self.tiles.kv_tile * row_bytes
+        return 2 + buffers_that_fit(self.query.device, rows * row_bytes, tile_bytes, self.tiles.kv_buffers)
 
     def launch_split(self, packed_rows: int, counters: Tensor) -> None:
         batch, tiles, kv_heads = self.batch, self.tiles, self.k_cache.shape[1]
         rows, blocks = batch.block_tables.shape
         head_dim = self.query.shape[2]
+        tile_rows = max(tiles.split_rows, _power_of_two(self.group))
         if rows * kv_heads > MAX_HEAD_SLOTS:
             raise ValueError(f"{rows} rows of {kv_heads} KV heads are more than {MAX_HEAD_SLOTS} in one launch")
         splits = -(-blocks * batch.block_size // tiles.split_tokens)
@@ -152,12 +162,12 @@ class _Call:
             HEAD_DIM=head_dim,
             HEAD_PAD=_power_of_two(head_dim),
             BLOCK_SIZE=batch.block_size,
-            ROWS=max(tiles.split_rows, _power_of_two(self.group)),
+            ROWS=tile_rows,
             KV_TILE=tiles.kv_tile,
             SPLIT_TOKENS=tiles.split_tokens,
             WINDOW=self.window,
             num_warps=tiles.split_warps,
-            num_stages=self._stages,
+            num_stages=self._stages(tile_rows),
         )
 
     def launch_prefill(self, short_tokens: int) -> None:
@@ -189,5 +199,5 @@ class _Call:
             WINDOW=self.window,
             FOLD_SPLITS=tiles.fold_splits,
             num_warps=tiles.prefill_warps,
-            num_stages=self._stages,
+            num_stages=self._stages(tile_rows),
         )

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.shared_memory import buffers_that_fit
+
 _MIN_CHUNK = 256
 _TARGET_PROGRAMS = 256
 _TILE_N = 64
@@ -88,7 +90,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: LinearT
         TILE_K=tiles.tile_k,
         TOKEN_GROUP=_TOKEN_GROUP,
         num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        num_stages=buffers_that_fit(
+            x.device, 0, (tiles.tile_n + tiles.tile_t) * tiles.tile_k * x.element_size(), tiles.stages
+        ),
     )
     return out
 

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.attention import registry
 from engine.attention.triton_backend import DEFAULT_TILES, INVARIANT_TILES, TritonAttention, TritonTiles
+from engine.errors import ConfigError
+from engine.protocol import Numerics
 from tests.support.paged import PagedCase, attend_in_float64, paged_case
 
 SMALL_DEFAULT = replace(DEFAULT_TILES, prefill_rows=32, kv_tile=16, split_tokens=32)
@@ -136,3 +140,19 @@ def test_invariant_results_do_not_depend_on_batch_chunk_or_cache(
         ends = (75, 117, 126)
         same = torch.cat([result[end - count : end] for end, count in zip(ends, counts, strict=True)])
         assert torch.equal(tail, same)
+
+
+@pytest.mark.parametrize(("numerics", "name"), [("default", "triton"), ("invariant", "triton_invariant")])
+def test_the_registry_prefers_triton_on_a_gpu(numerics: Numerics, name: str) -> None:
+    assert registry.choose(torch.device("cuda"), numerics).name == name
+
+
+def test_without_triton_the_registry_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [
+        module for module in sys.modules if module.startswith(("engine.kernels.", "engine.attention.triton"))
+    ]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ConfigError) as caught:
+        registry.choose(torch.device("cuda"), "default", "triton")
+    assert "pip install" in str(caught.value.hint)
