@@ -133,7 +133,7 @@ def main() -> None:
     logs.configure(boot.config.log_level, boot.config.log_format)
     if boot.metrics_dir is not None:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = boot.metrics_dir
-    with asyncio.Runner(loop_factory=uvicorn.Config("", loop="uvloop").get_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvicorn.Config("", loop="uvloop", log_config=None).get_loop_factory()) as runner:
         runner.run(serve(boot))
 
 

@@ -17,6 +17,11 @@ LogFormat = Literal["text", "json"]
 PROBE_PATHS = frozenset({"/health", "/ready", "/metrics", "/load"})
 """Polled every few seconds by orchestrators and scrapers: in the log they would hide everything else."""
 
+CHATTY = ("uvicorn", "asyncio", "httpx", "httpcore")
+"""Libraries that tell at level info what our own lines tell already."""
+
+_requests = logging.getLogger("headrace.requests")
+
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -24,24 +29,19 @@ def configure(level: str = "info", log_format: LogFormat = "text", stream: TextI
     """Set up this process. Calling it again replaces the earlier set-up. `stream` is stderr when None."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(traces=level == "debug"))
-    handler.addFilter(is_no_probe)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # Both say the same again for every connection and every request of their own.
-    for noisy in ("asyncio", "httpx", "httpcore", "multipart"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    for ours in ("uvicorn", "uvicorn.error", "uvicorn.access"):
-        logger = logging.getLogger(ours)
-        logger.handlers.clear()
-        logger.propagate = True
+    for chatty in CHATTY:
+        logging.getLogger(chatty).setLevel(logging.NOTSET if level == "debug" else logging.WARNING)
 
 
-def is_no_probe(record: logging.LogRecord) -> bool:
-    """False for an access-log record (client, method, path, HTTP version, status) of a probe."""
-    if record.name != "uvicorn.access" or not isinstance(record.args, tuple) or len(record.args) < 3:
-        return True
-    return str(record.args[2]).partition("?")[0] not in PROBE_PATHS
+def log_request(method: str, path: str, status: str, seconds: float, request_id: str) -> None:
+    """Tell of a request when it has ended. Probes are told at level debug only."""
+    level = logging.DEBUG if path in PROBE_PATHS else logging.INFO
+    if _requests.isEnabledFor(level):
+        extra = {"seconds": round(seconds, 3), "request": request_id}
+        _requests.log(level, "%s %s %s", method, path, status, extra=extra)
 
 
 class TextFormatter(logging.Formatter):

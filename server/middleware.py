@@ -1,13 +1,15 @@
-"""The outermost ASGI layer: the request id and the request counter. Costs one call per message, no task, no copy."""
+"""The outermost ASGI layer: request id, request counter and log line. Costs one call per message, no task, no copy."""
 
 from __future__ import annotations
 
 import re
+import time
 import uuid
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.logs import log_request
 from server.metrics import ServerMetrics
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}\Z")
@@ -32,6 +34,7 @@ class EdgeMiddleware:
             return
         request_id = _request_id(scope)
         status = CLIENT_LEFT
+        started = time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -44,6 +47,7 @@ class EdgeMiddleware:
             await self.app(scope, receive, send_with_id)
         finally:
             self.requests.labels(_route(scope["path"]), status).inc()
+            log_request(scope["method"], scope["path"], status, time.perf_counter() - started, request_id)
 
 
 def _request_id(scope: Scope) -> str:

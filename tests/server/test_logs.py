@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.logs import LogFormat, configure
+from server.logs import LogFormat, configure, log_request
 
 
 @pytest.fixture
@@ -59,15 +59,25 @@ def test_text_appends_the_trace_at_level_debug_only(stream: io.StringIO) -> None
     assert "Traceback" in stream.getvalue()
 
 
-def access(path: str) -> None:
-    logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "GET", path, "1.1", 200)
-
-
 def test_probes_are_left_out_and_requests_are_not(stream: io.StringIO) -> None:
     configure("info", "text", stream)
-    for path in ("/health", "/ready", "/metrics", "/load", "/health?x=1", "/v1/models"):
-        access(path)
-    assert [line.split('"')[1] for line in stream.getvalue().splitlines()] == ["GET /v1/models HTTP/1.1"]
+    for path in ("/health", "/ready", "/metrics", "/load", "/v1/models"):
+        log_request("GET", path, "200", 0.25, "req-1")
+    line = stream.getvalue()
+    assert line.count("\n") == 1
+    assert line.endswith("headrace.requests: GET /v1/models 200 seconds=0.25 request=req-1\n")
+
+
+def test_probes_are_told_at_level_debug(stream: io.StringIO) -> None:
+    configure("debug", "text", stream)
+    log_request("GET", "/health", "503", 0.001, "req-1")
+    assert "GET /health 503" in stream.getvalue()
+
+
+def test_path_cannot_forge_a_line(stream: io.StringIO) -> None:
+    configure("info", "text", stream)
+    log_request("GET", "/x\r\n2026 forged", "404", 0.001, "req-1")
+    assert stream.getvalue().count("\n") == 1
 
 
 def test_level_decides_and_a_second_set_up_replaces_the_first(stream: io.StringIO) -> None:
