@@ -78,9 +78,13 @@ class EngineCore:
         self._outputs: list[TokenOutput] = []
         self._draining = False
         self._made_progress = False
-        self._totals: Counter[str] = Counter()
-        self._endings: Counter[str] = Counter()
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._output_tokens = 0
+        self._prefill_tokens = 0
         self._prefill_busy_s = 0.0
+        self._endings: Counter[str] = Counter()
 
     # ---- the door
 
@@ -119,7 +123,7 @@ class EngineCore:
         )
         self._arrivals += 1
         self._requests[spec.request_id] = request
-        self._totals["prompt"] += request.prompt_len
+        self._prompt_tokens += request.prompt_len
         if spec.deadline_unix_s is not None:
             self._watch_deadline(spec.deadline_unix_s, request)
         self.scheduler.add(request)
@@ -189,12 +193,14 @@ class EngineCore:
                 prefill_tokens += row.count
             if row.sample:
                 request.pending -= 1
-            if not request.finished:  # else overshoot: the request ended while this step was in flight
+            if (
+                request.state is not RequestState.FINISHED
+            ):  # else overshoot: the request ended while this step was in flight
                 self._apply(row, request, row_result, now_s)
         self.scheduler.close_step(launched)
-        self._totals["steps"] += 1
+        self._steps += 1
         if prefill_tokens:
-            self._totals["prefill"] += prefill_tokens
+            self._prefill_tokens += prefill_tokens
             self._prefill_busy_s += result.compute_s
 
     def _apply(self, row: Row, request: Request, result: RowResult, now_s: float) -> None:
@@ -208,31 +214,30 @@ class EngineCore:
             request.add_prompt_logprobs(row.start, result.prompt_logprobs)
         if not row.sample:
             return
-        offset = request.num_outputs
-        tokens, reason = [], None
-        for token in result.token_ids:
-            tokens.append(token)
-            reason = request.append(token)
-            if reason is not None:
-                break
+        offset = len(request.tokens) - request.prompt_len
+        reason = request.extend(result.token_ids)
+        tokens, logprobs = list(result.token_ids), None
+        if reason is not None:
+            del tokens[request.num_outputs - offset :]  # drafts accepted behind the end
+        if result.logprobs is not None:
+            logprobs = list(result.logprobs[: len(tokens)])
+        self._output_tokens += len(tokens)
         if request.first_token_s is None:
             request.first_token_s = now_s
-        logprobs = None if result.logprobs is None else list(result.logprobs[: len(tokens)])
-        if request.output_started and reason is None:
+        if reason is not None:
+            self._end(request, reason, tokens=tokens, logprobs=logprobs)
+        elif request.output_started:
             spec = request.spec
             self._outputs.append(TokenOutput(spec.request_id, spec.attempt, offset, tokens, None, None, logprobs))
-        elif reason is None:
-            self._outputs.append(self._first_output(request, offset, tokens, logprobs))
         else:
-            self._end(request, reason, tokens=tokens, logprobs=logprobs)
-        self._totals["output"] += len(tokens)
+            self._outputs.append(self._first_output(request, offset, tokens, logprobs))
 
     def _first_output(
         self, request: Request, offset: int, tokens: list[int], logprobs: list[TokenLogprobs] | None
     ) -> TokenOutput:
         request.output_started = True
         if request.cached is not None:
-            self._totals["cached"] += request.cached.total
+            self._cached_tokens += request.cached.total
         return TokenOutput(
             request.request_id,
             request.spec.attempt,
@@ -309,13 +314,13 @@ class EngineCore:
             queued_uncached_tokens=queued,
             kv_blocks_used=self.kv.blocks_used,
             kv_blocks_total=self.kv.blocks_total,
-            steps_total=self._totals["steps"],
+            steps_total=self._steps,
             preemptions_total=self.scheduler.preemptions,
-            prompt_tokens_total=self._totals["prompt"],
-            cached_tokens_total=self._totals["cached"],
-            output_tokens_total=self._totals["output"],
+            prompt_tokens_total=self._prompt_tokens,
+            cached_tokens_total=self._cached_tokens,
+            output_tokens_total=self._output_tokens,
             requests_total=dict(self._endings),
-            prefill_tokens_total=self._totals["prefill"],
+            prefill_tokens_total=self._prefill_tokens,
             prefill_busy_s_total=self._prefill_busy_s,
             draining=self._draining,
         )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import enum
 import sys
+from array import array
+from collections.abc import Sequence
 
 import msgspec
 
@@ -79,7 +81,9 @@ class Request:
         self.spec = spec
         self.order = (spec.priority, arrival)
         self.state = RequestState.WAITING
-        self.tokens: list[int] = [*spec.prompt_ids, *spec.resume_ids]
+        # Compact, and nothing for the garbage collector to walk through.
+        self.tokens = array("I", spec.prompt_ids)
+        self.tokens.extend(spec.resume_ids)
         self.prompt_len = len(spec.prompt_ids)
         self.max_total_tokens = max_total_tokens
         self.pending = 0
@@ -173,16 +177,17 @@ class Request:
         keep = len(self.tokens) if self.keep_tokens is None else self.keep_tokens
         return min(keep, self.num_completed)
 
-    def append(self, token: int) -> FinishReason | None:
-        """Add a sampled token; return why the request ends with it, if it does.
+    def extend(self, token_ids: Sequence[int]) -> FinishReason | None:
+        """Add sampled tokens up to the one that ends the request; return why it ends, if it does.
 
         An end token wins over the length limit. min_tokens gates end tokens by output index, as the sampler does.
         """
-        self.tokens.append(token)
-        if token in self.end_set and self.num_outputs > self.min_tokens:
-            return "stop"
-        if len(self.tokens) >= self.max_total_tokens:
-            return "length"
+        for token in token_ids:
+            self.tokens.append(token)
+            if token in self.end_set and self.num_outputs > self.min_tokens:
+                return "stop"
+            if len(self.tokens) >= self.max_total_tokens:
+                return "length"
         return None
 
     def add_prompt_logprobs(self, start: int, entries: tuple[TokenLogprobs, ...]) -> None:

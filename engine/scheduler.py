@@ -32,24 +32,22 @@ class RequestQueue:
     """Requests by (priority, arrival); smaller goes first. A preempted request comes back to its old place."""
 
     def __init__(self) -> None:
-        self._requests: list[Request] = []
+        self.requests: list[Request] = []
+        """In order. Others read it: the step's hot loop goes over it by index."""
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def __getitem__(self, index: int) -> Request:
-        return self._requests[index]
+        return iter(self.requests)
 
     def add(self, request: Request) -> None:
-        insort(self._requests, request, key=_by_order)
+        insort(self.requests, request, key=_by_order)
 
     def remove(self, request: Request) -> None:
-        index = bisect_left(self._requests, request.order, key=_by_order)
-        assert self._requests[index] is request, f"request {request.request_id} is not in the queue"
-        del self._requests[index]
+        index = bisect_left(self.requests, request.order, key=_by_order)
+        assert self.requests[index] is request, f"request {request.request_id} is not in the queue"
+        del self.requests[index]
 
 
 class StepDraft:
@@ -142,7 +140,7 @@ class Scheduler:
         return plan
 
     def _schedule_running(self, draft: StepDraft) -> None:
-        running, no_new_blocks = self.running, self.kv.no_new_blocks
+        running, no_new_blocks = self.running.requests, self.kv.no_new_blocks
         index = 0
         while index < len(running) and draft.budget > 0:  # len shrinks by preemption
             request = running[index]
@@ -168,7 +166,7 @@ class Scheduler:
             if count > 0 and self.kv.extend(request.tables, blocks):
                 request.capacity = blocks * size
                 return count
-            victim = self.running[len(self.running) - 1]
+            victim = self.running.requests[-1]
             # While blocks are on their way back, preempting more would cost work for nothing.
             if victim is request or self.ledger.awaits_release:
                 return 0
@@ -177,7 +175,7 @@ class Scheduler:
     def _schedule_waiting(self, draft: StepDraft, now_s: float) -> None:
         index = 0
         while index < len(self.waiting) and draft.budget > 0 and self._free_slots:
-            request = self.waiting[index]
+            request = self.waiting.requests[index]
             if self._follows_leader(request):
                 index += 1
                 continue

@@ -1,0 +1,121 @@
+"""Host time of the engine core per step, with a runner that computes nothing.
+
+    python -m benchmarks.engine_core [--runs 5] [--steps 300]
+
+The runner's own time (making results) is taken out. Each line is the median over runs of the median step; the limit
+next to it is how many steps a second the host could drive if the device took no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.plan import RowResult, StepPlan, StepResult
+from engine.protocol import AssetRef, EngineInfo, GenerateRequest, KVGroupSpec, SamplingParams, TextAssets
+
+FULL = (KVGroupSpec(),)
+MIXED = (KVGroupSpec(), KVGroupSpec(kind="sliding_window", window_tokens=1024))
+
+
+class NullRunner:
+    """Answers every row with token 1 and counts the seconds it spends doing so."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._plans: list[StepPlan] = []
+        self._max_in_flight = max_in_flight
+        self.spent_s = 0.0
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._max_in_flight
+
+    def launch(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def collect(self, *, block: bool) -> Sequence[StepResult]:
+        if not block:
+            return ()
+        begin_s = time.thread_time()
+        plan = self._plans.pop(0)
+        rows = tuple(RowResult(row.slot, (1,) if row.sample else ()) for row in plan.rows)
+        self.spent_s += time.thread_time() - begin_s
+        return (StepResult(plan.step, rows),)
+
+    def close(self) -> None:
+        self._plans.clear()
+
+
+def make_core(
+    specs: tuple[KVGroupSpec, ...], running: int, context: int, steps: int, in_flight: int
+) -> tuple[EngineCore, NullRunner]:
+    info = EngineInfo(
+        model="null",
+        incarnation="0",
+        weights_digest="0",
+        architecture="null",
+        dtype="bfloat16",
+        device="cpu",
+        numerics="default",
+        operators="null",
+        max_model_len=2**20,
+        vocab_size=1000,
+        eos_ids=(0,),
+        block_size=64,
+        kv_groups=specs,
+        kv_capacity_tokens=2**24,
+        max_running=running,
+        text=TextAssets(tokenizer=AssetRef("0", 0)),
+    )
+    config = EngineConfig(max_step_tokens=8192, in_flight_steps=in_flight, max_running=running)
+    runner = NullRunner(in_flight)
+    blocks = running * ((context + steps) // 64 + 3)
+    core = EngineCore(info, config, runner, [blocks] * len(specs))
+    for index in range(running):
+        sampling = SamplingParams(seed=index, max_tokens=steps + 64)
+        prompt = [(index * 7 + position) % 999 + 1 for position in range(context)]
+        core.submit(GenerateRequest(request_id=f"request-{index}", prompt_ids=prompt, sampling=sampling))
+    return core, runner
+
+
+def median_step_ms(specs: tuple[KVGroupSpec, ...], running: int, context: int, steps: int, in_flight: int) -> float:
+    core, runner = make_core(specs, running, context, steps, in_flight)
+    while core.load().output_tokens_total < running:  # until every prompt is computed
+        core.step()
+    times = []
+    for _ in range(steps):
+        runner.spent_s = 0.0
+        begin_s = time.thread_time()
+        core.step()
+        times.append(time.thread_time() - begin_s - runner.spent_s)
+    return statistics.median(times) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=300)
+    arguments = parser.parse_args()
+    print(f"{'running':>8} {'context':>8} {'in flight':>10} {'groups':>15} {'ms/step':>8} {'us/row':>7} {'steps/s':>8}")
+    for running, context, in_flight, specs in (
+        (1, 64, 1, FULL),
+        (64, 64, 1, FULL),
+        (256, 64, 1, FULL),
+        (256, 64, 2, FULL),
+        (256, 4096, 1, FULL),
+        (256, 4096, 2, FULL),
+        (256, 4096, 2, MIXED),
+    ):
+        runs = [median_step_ms(specs, running, context, arguments.steps, in_flight) for _ in range(arguments.runs)]
+        ms = statistics.median(runs)
+        groups = "+".join(spec.kind.split("_")[0] for spec in specs)
+        line = f"{running:>8} {context:>8} {in_flight:>10} {groups:>15}"
+        print(f"{line} {ms:>8.3f} {ms * 1e3 / running:>7.2f} {1e3 / ms:>8.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
