@@ -25,9 +25,6 @@ from engine.sampler.order import first_argmax, take_rows
 from engine.sampler.plain import PlainChoice
 from engine.sampler.rows import RowParams
 
-GREEDY_BELOW_TEMPERATURE = 1e-5
-"""Below it logits / T leaves float32's useful range, and the choice is the largest logit's anyway."""
-
 _NOT_FINITE = "the model's logits for this request are not finite numbers"
 
 
@@ -75,7 +72,7 @@ class Sampler:
     def set_slot(self, new_slot: NewSlot) -> None:
         """Take the parameters of the request that now has the slot."""
         slot, sampling = new_slot.slot, new_slot.sampling
-        greedy = sampling.temperature < GREEDY_BELOW_TEMPERATURE or sampling.top_k == 1
+        greedy = sampling.temperature == 0 or sampling.top_k == 1
         assert greedy or sampling.seed is not None, "admission gives every request a seed"
         self._greedy[slot] = greedy
         self._temperature[slot] = 1.0 if greedy else sampling.temperature

@@ -62,14 +62,14 @@ def test_mix_equals_its_twin_in_every_vector_lane() -> None:
 
 
 def test_mix_is_a_permutation_with_avalanche() -> None:
-    words = torch.arange(2**16, dtype=torch.int32)
+    words = torch.arange(2**13, dtype=torch.int32)
     mixed = mix(words)
     assert len(mixed.unique()) == len(words)
     for bit in range(32):
         flipped = mix(words ^ as_int32(1 << bit)) ^ mixed
         for out in range(32):
             share = (flipped >> out & 1).float().mean().item()
-            assert abs(share - 0.5) < 0.02, (bit, out)
+            assert abs(share - 0.5) < 0.03, (bit, out)
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF0])

@@ -230,7 +230,7 @@ def test_greedy_takes_the_lowest_id_of_equals(vocab: int, dtype: torch.dtype) ->
     assert sampler_of(params, vocab).sample(logits, range(16), [20] * 16).token_ids.tolist() == expected
 
 
-def test_a_tiny_temperature_is_greedy() -> None:
+def test_a_tiny_temperature_comes_to_greedy() -> None:
     logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(4))
     sampler = sampler_of([SamplingParams(temperature=1e-6, seed=seed) for seed in range(8)], 300)
     assert torch.equal(sampler.sample(logits, range(8), [11] * 8).token_ids, logits.argmax(1))
