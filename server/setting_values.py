@@ -36,7 +36,7 @@ def convert(raw: object, wanted: object, kind: Kind, choices: Sequence[str] = ()
         return _parse_switch(raw)
     allowed = tuple(choices) or choices_of(inner)
     if allowed:
-        return _parse_choice(raw, allowed)
+        return msgspec.convert(_parse_choice(raw, allowed), inner, strict=False)
     try:
         return msgspec.convert(raw.strip() if isinstance(raw, str) else raw, inner, strict=False)
     except msgspec.ValidationError:
@@ -102,7 +102,7 @@ def _parse_switch(raw: object) -> bool:
     raise ValueError("is neither true nor false")
 
 
-def _parse_choice(raw: object, allowed: Sequence[str]) -> object:
+def _parse_choice(raw: object, allowed: Sequence[str]) -> str:
     text = str(raw).strip().lower()
     if text not in allowed:
         raise ValueError(f"is not one of {', '.join(allowed)}")

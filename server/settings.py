@@ -130,8 +130,7 @@ SETTINGS: tuple[Setting, ...] = (
         field="engine.block_size",
         section=MEMORY,
         help="Tokens of one KV block.",
-        low=16,
-        high=256,
+        choices=("16", "32", "64", "128", "256"),
     ),
     Setting(
         name="prefix-cache",

@@ -78,9 +78,9 @@ def test_debug_adds_the_trace_and_keeps_the_exit_code(capsys: Capture) -> None:
 
 
 def test_wrong_variable_is_named(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADRACE_BLOCK_SIZE", "5")
+    monkeypatch.setenv("HEADRACE_THREADS", "0")
     assert run(["serve"]) == 2
-    assert lines(capsys.readouterr().err) == ["error: HEADRACE_BLOCK_SIZE: 5 is too small; the least is 16."]
+    assert lines(capsys.readouterr().err) == ["error: HEADRACE_THREADS: 0 is too small; the least is 1."]
 
 
 def test_module_and_script_are_the_same_command() -> None:

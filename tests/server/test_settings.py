@@ -14,6 +14,7 @@ from engine.errors import ConfigError
 from server.config import ServeConfig
 from server.setting_values import format_size, parse_duration, parse_size
 from server.settings import SETTINGS, Setting, read_settings
+from tests.support.settings_table import PAGE, page_with_table
 
 
 def read(flags: dict[str, str] | None = None, env: dict[str, str] | None = None) -> ServeConfig:
@@ -115,6 +116,7 @@ def test_message_names_the_flag_the_variable_or_the_key(tmp_path: Path) -> None:
         ("port", "80.5"),
         ("port", "none"),
         ("block-size", "8"),
+        ("block-size", "100"),
         ("threads", "0"),
         ("dtype", "float8"),
         ("kv-cache-memory", "2 parsecs"),
@@ -231,3 +233,15 @@ def test_no_text_breaks_the_parsers(text: str) -> None:
         except ConfigError:
             continue
         assert isinstance(field_of(config, setting), type(SAMPLES[setting.name][1]) | None)
+
+
+def test_documentation_has_the_settings_as_they_are() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == page_with_table(page), "run: python -m tests.support.settings_table"
+    assert all(f"| `{setting.flag}` |" in page for setting in SETTINGS)
+
+
+def test_example_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
+    example = PAGE.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+    config = read({"config": write(tmp_path / "h.yaml", example)})
+    assert (config.port, config.drain_timeout_s, config.engine.kv_cache_memory_bytes) == (9000, 60, 2**31)
