@@ -382,3 +382,29 @@ def test_largest_orders_by_value_and_then_by_id(values: list[float], count: int)
         expected = sorted(range(len(source)), key=lambda token: (-source[token], token))[:count]
         assert found.ids[row].tolist() == expected
         assert found.logits[row].tolist() == [source[token] for token in expected]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_chooses_the_tokens_of_the_cpu(dtype: torch.dtype) -> None:
+    """The noise is integer for integer the same, and these logits have no near ties that rounding could turn."""
+    cuda, vocab, rows = torch.device("cuda"), 49_152, 60
+    params = mixed_params(random.Random(1), rows)
+    logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    keys = noise_keys(range(rows), range(rows), Purpose.TARGET)
+    ids = torch.arange(vocab)
+    assert torch.equal(noise_words(keys.to(cuda), ids.to(cuda)).cpu(), noise_words(keys, ids))
+    on_cuda = Sampler(rows, vocab, cuda)
+    for slot, sampling in enumerate(params):
+        on_cuda.set_slot(NewSlot(slot, PROMPT_LEN, sampling, (1, 2)))
+    on_cpu = sampler_of(params, vocab, end_ids=(1, 2))
+    for position in range(PROMPT_LEN, PROMPT_LEN + 10):
+        expected = on_cpu.sample(logits, range(rows), [position] * rows).host()
+        found = on_cuda.sample(logits.to(cuda), range(rows), [position] * rows).host()
+        assert found[0] == expected[0]
+        assert found[2] == expected[2]
+        for mine, other in zip(found[1], expected[1], strict=True):
+            assert (mine is None) == (other is None)
+            if mine is not None and other is not None:
+                assert mine.top_ids == other.top_ids
+                assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
