@@ -53,6 +53,8 @@ class Session:
         self._monitor_fd = self._monitor.fileno()
         self._loop.add_reader(self._socket_fd, self._read)
         self._loop.add_reader(self._monitor_fd, self._read_monitor)
+        # A queue signals only to a reader that has found it empty: without this first look no event ever wakes us.
+        self._monitor.get(zmq.EVENTS)
         self._socket.connect(address)
 
     def send(self, frame: bytes) -> None:
