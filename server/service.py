@@ -33,6 +33,8 @@ class Service:
         self._scope_secret = scope_secret or secrets.token_bytes(32)
         self._text: TextService | None = None
         self._failure: str | None = None
+        self.opened = asyncio.Event()
+        """Set once the model's text is there, and not reset."""
         self._bring_up: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -82,6 +84,7 @@ class Service:
             try:
                 await self._readiness.wait_ready()
                 self._text = await TextService.open(self.engine, await self.engine.describe())
+                self.opened.set()
             except (PressureError, EngineError):
                 await asyncio.sleep(RETRY_DESCRIBE_S)
             except Exception as error:

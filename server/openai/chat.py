@@ -30,7 +30,7 @@ async def prepare_chat(service: Service, body: bytes) -> Prepared:
         continue_final_message=continues,
     )
     envelope = new_envelope("chatcmpl", text.info)
-    wanted = Wanted(request.token_limit, request.token_logprobs)
+    wanted = Wanted(request.token_limit, request.token_logprobs, names=_client_names(request))
     return Prepared(
         runs=choice_runs(service, text, request, wanted, [prompt_ids], envelope.id),
         format=ChatFormat(envelope, text.codec, request.n, include_usage=request.include_usage),
@@ -38,6 +38,11 @@ async def prepare_chat(service: Service, body: bytes) -> Prepared:
         include_usage=request.include_usage,
         ignored=ignored,
     )
+
+
+def _client_names(request: ChatBody) -> dict[str, str]:
+    limit = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    return {"prompt": "messages", "max_tokens": limit}
 
 
 def _check(request: ChatBody) -> None:

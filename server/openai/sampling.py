@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
-from engine.validation import validate
 
+from engine.errors import RequestError
 from engine.protocol import EngineInfo, GenerateRequest, SamplingParams
 from engine.text.machine import TextMachine
 from engine.text.stops import StopStrings
+from engine.validation import validate
 from server.openai.fields import INT64, GenerationBody
 from server.openai.generation import ChoiceRun
 from server.service import Service
@@ -21,11 +22,12 @@ from server.text_service import TextService
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a route's own fields come to."""
+    """What a route's own fields come to. `names` are the client's words for the engine's parameters."""
 
     token_limit: int | None
     logprobs: int | None
     with_offsets: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def choice_runs(
@@ -57,7 +59,7 @@ def choice_runs(
             priority=body.priority,
             deadline_unix_s=None if timeout_s is None else time.time() + timeout_s,
         )
-        checked = validate(base, text.info)
+        checked = _checked(base, text.info, wanted.names)
         for choice in range(body.n):
             request = msgspec.structs.replace(
                 checked,
@@ -74,6 +76,14 @@ def choice_runs(
             )
             runs.append(ChoiceRun(len(runs), service.engine, request, machine))
     return runs
+
+
+def _checked(request: GenerateRequest, info: EngineInfo, names: Mapping[str, str]) -> GenerateRequest:
+    try:
+        return validate(request, info)
+    except RequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 def sampling_params(body: GenerationBody, wanted: Wanted, info: EngineInfo) -> SamplingParams:

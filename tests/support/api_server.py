@@ -50,7 +50,7 @@ def completion_body(**fields: object) -> dict[str, object]:
 
 
 def event_data(text: str) -> list[str]:
-    events = [event for event in text.split("\n\n") if event and not event.startswith(":")]
+    events = [event for event in text.strip("\n").split("\n\n") if event and not event.startswith(":")]
     assert all(event.startswith("data: ") for event in events), text
     return [event.removeprefix("data: ") for event in events]
 
@@ -65,21 +65,29 @@ def chunks(events: list[str]) -> list[dict[str, object]]:
 async def serving(
     engine: Engine, *, config: ServeConfig | None = None, state: Readiness | None = None, wait: bool = True
 ) -> AsyncIterator[ApiServer]:
-    """Serve until the block ends. `wait` returns only when the model's text is there."""
+    """Serve until the block ends. `wait` returns only when the model's text is there.
+
+    The server's own main loop, which polls for the end ten times a second, is left out: tests end when they end.
+    """
     config = config or ServeConfig()
     app = build_app(engine, config=config, state=state or FakeReadiness())
+    service: Service = app.state.service
     server = DrainingServer(app, config)
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        task = asyncio.create_task(server._serve([listener]))
-        service: Service = app.state.service
+        await server.startup([listener])
         try:
+            if wait:
+                await service.opened.wait()
             async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-                while wait and (await client.get("/ready")).status_code != 200:
-                    await asyncio.sleep(0.005)
                 yield ApiServer(url, client, server, service)
         finally:
-            server.should_exit = True
-            server.force_exit = True
-            await task
-            await service.close()
+            for open_server in server.servers:
+                open_server.close()
+            for connection in list(server.server_state.connections):
+                connection.shutdown()
+            if server.server_state.tasks:
+                await asyncio.wait(server.server_state.tasks, timeout=10)
+            await server.lifespan.shutdown()

@@ -78,7 +78,7 @@ class FakeEngine:
         self.running: set[str] = set()
         self.aborted: list[str] = []
         self.finished: dict[str, int] = {}
-        self.ended = asyncio.Condition()
+        self.changed = asyncio.Condition()
         self.cached: dict[tuple[int, ...], int] = {}
 
     def say(self, text: str) -> None:
@@ -97,6 +97,7 @@ class FakeEngine:
         self.running.add(request.request_id)
         complete = False
         try:
+            await self._note_change()
             for number, output in enumerate(self.outputs(request)):
                 if self.failure is not None and number == self.fail_at:
                     complete = True
@@ -111,8 +112,7 @@ class FakeEngine:
             self.running.discard(request.request_id)
             if not complete and request.request_id not in self.finished:
                 self.aborted.append(request.request_id)
-            async with self.ended:
-                self.ended.notify_all()
+            await self._note_change()
 
     def outputs(self, request: GenerateRequest) -> list[TokenOutput]:
         """The whole stream of a request, cut into outputs."""
@@ -158,10 +158,14 @@ class FakeEngine:
         self.cached[key] = (len(request.prompt_ids) - 1) // 64 * 64
         return CachedTokens(device=hit)
 
-    async def until_idle(self) -> None:
-        """Return when no request runs."""
-        async with self.ended:
-            await self.ended.wait_for(lambda: not self.running)
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Return once `holds()`; it is looked at whenever a request begins or ends."""
+        async with asyncio.timeout(10), self.changed:
+            await self.changed.wait_for(holds)
+
+    async def _note_change(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
 
     async def finish(self, request_id: str, keep_tokens: int) -> None:
         if request_id in self.running:
