@@ -1,1 +1,7 @@
-"""Devices and tensors: executes step plans."""
+"""The device side of a step: where tensors live and the model runs."""
+
+import os
+
+# torch's OpenMP team spins for milliseconds between two operators, and then takes the cores of every other process of
+# the server. A thousand rounds are microseconds. The library reads this once, when torch loads it; a user's own wins.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
