@@ -4,7 +4,7 @@
 
 The engine is a fake behind the real wire: one message per step for all streams. Prints the CPU time per token of each
 run and the median, and what one token costs in the cheapest possible server (an ASGI application that streams constant
-bytes at the same pace) for comparison on the same machine.
+bytes at the same pace) for comparison on the same machine. Needs psutil.
 """
 
 from __future__ import annotations

@@ -44,11 +44,17 @@ class TextService:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def prompt_ids(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenise a raw prompt."""
-        return await self._in_thread(
-            lambda: self.codec.encode(prompt, add_bos=add_special_tokens, parse_special=True, param="prompt")
-        )
+    async def prompts_ids(self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:
+        """Tokenise the raw prompts of one request; those that are token ids already stay as they are."""
+        encode = self.codec.encode
+
+        def encode_all() -> list[list[int]]:
+            return [
+                encode(prompt, add_bos=add_special_tokens, parse_special=True) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+
+        return await self._in_thread(encode_all)
 
     async def chat_ids(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, continue_final_message: bool

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from engine.errors import RequestError
 from server.openai.body import parse_body
-from server.openai.completion_body import MAX_PROMPTS, CompletionBody, Prompt
+from server.openai.completion_body import MAX_PROMPTS, CompletionBody
 from server.openai.exchange import Prepared
 from server.openai.extras import ignored_params
 from server.openai.generation import Answer, Piece, Usage
@@ -15,7 +14,6 @@ from server.openai.logprobs import TokenNames, completion_logprobs
 from server.openai.sampling import Wanted, choice_runs
 from server.openai.sse import Envelope, Frame, encode_json, event_json, finished, json_text, new_envelope, usage_fields
 from server.service import Service
-from server.text_service import TextService
 
 
 async def prepare_completion(service: Service, body: bytes) -> Prepared:
@@ -27,7 +25,7 @@ async def prepare_completion(service: Service, body: bytes) -> Prepared:
     if len(request.prompt) * request.n > MAX_PROMPTS:
         raise RequestError(f"Prompts times 'n' may be {MAX_PROMPTS} at most.", param="n", value=request.n)
     text = service.require_text()
-    prompts = await asyncio.gather(*(_ids(text, prompt, request.add_special_tokens) for prompt in request.prompt))
+    prompts = await text.prompts_ids(request.prompt, add_special_tokens=request.add_special_tokens)
     envelope = new_envelope("cmpl", text.info)
     wanted = Wanted(request.token_limit, request.logprobs, with_offsets=request.logprobs is not None)
     runs = choice_runs(service, text, request, wanted, prompts, envelope.id)
@@ -38,12 +36,6 @@ async def prepare_completion(service: Service, body: bytes) -> Prepared:
         include_usage=request.include_usage,
         ignored=ignored,
     )
-
-
-async def _ids(text: TextService, prompt: Prompt, add_special_tokens: bool) -> list[int]:
-    if isinstance(prompt, list):
-        return prompt
-    return await text.prompt_ids(prompt, add_special_tokens=add_special_tokens)
 
 
 class CompletionFormat:

@@ -98,3 +98,12 @@ async def test_special_tokens_in_a_raw_prompt_are_tokens() -> None:
     async with serving(engine) as server:
         await server.complete(prompt="<|im_start|>a")
     assert engine.seen[0].prompt_ids == [1, *byte_ids(b"a")]
+
+
+async def test_a_request_of_many_prompts_is_one_request() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as server:
+        response = await server.complete(prompt=[f"p{number}" for number in range(600)], max_tokens=1)
+    assert response.status_code == 200, response.text
+    assert [choice["index"] for choice in response.json()["choices"]] == list(range(600))
+    assert response.json()["usage"]["completion_tokens"] == 600
