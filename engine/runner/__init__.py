@@ -1,4 +1,4 @@
-"""The device side of a step: where tensors live and the model runs."""
+"""Devices and tensors: executes step plans."""
 
 import os
 
