@@ -30,6 +30,10 @@ MAX_MESSAGES_PER_PUMP = 1024
 UNREAD_LIMIT_MESSAGES = 10_000
 """A peer that leaves so many unread is given up. Outputs stop at the end of its credit, so replies alone get there."""
 
+UNHANDLED_LIMIT_MESSAGES = 65_536
+"""Of one peer. Beyond it ZeroMQ stops reading, heartbeats too, and takes a peer that waits for a long step for dead. A
+client has at most 16,384 requests and a few messages for each."""
+
 PROBE_INTERVAL_S = 0.5
 """ZeroMQ does not say when a peer leaves; sending to it does."""
 
@@ -64,6 +68,7 @@ class WireHost:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.MAXMSGSIZE, wire.MAX_CLIENT_FRAME_BYTES)
+        self._socket.set(zmq.RCVHWM, UNHANDLED_LIMIT_MESSAGES)
         self._socket.set(zmq.SNDHWM, UNREAD_LIMIT_MESSAGES)
         self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         self._socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
