@@ -195,7 +195,8 @@ class ScriptedProcess:
         self._process.stdin.close()
 
     def signal(self, signum: int) -> None:
-        os.kill(self.pid, signum)
+        assert self._process is not None
+        self._process.send_signal(signum)
 
     def wait(self, timeout_s: float = 20.0) -> int:
         assert self._process is not None
