@@ -1,10 +1,12 @@
 # What each target does stands in README.md, so that pip or uv users can do without make.
-# PYTHON picks the interpreter that creates .venv, ARGS is passed on to the command, WORKERS is pytest's number of processes.
+# PYTHON picks the interpreter that creates .venv, ARGS is passed on to the command, WORKERS is pytest's number of
+# processes, BENCHMARKS names modules of benchmarks/.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
+BENCHMARKS ?= engine_core api_process accuracy
 TORCH := torch==2.13.0
 
 BIN := $(VENV)/bin
@@ -54,7 +56,7 @@ soak: install
 	$(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
 
 bench: install
-	$(BIN)/python -m benchmarks $(ARGS)
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 clean:
 	rm -rf $(VENV)
