@@ -26,19 +26,16 @@ def choose_filtered(logits: Tensor, params: RowParams) -> Tensor:
     """Return one token id of each row of [rows, vocab]: int64 [rows]."""
     rows, vocab = logits.shape
     token_ids = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    done = torch.zeros(rows, dtype=torch.bool, device=logits.device)
     mass = _masses(logits, params)
-    pending = torch.arange(rows, device=logits.device)
     for width in rank_widths(vocab):
-        tried = pending[params.top_k[pending] < width] if width < vocab else pending
-        if not len(tried):
-            continue
-        found = rank(take_rows(logits, tried), width)
-        chosen, exact = _draw(found, params.take(tried), mass[tried], vocab)
-        token_ids[tried[exact]] = chosen[exact]
-        left = torch.ones_like(token_ids, dtype=torch.bool)
-        left[tried[exact]] = False
-        pending = pending[left[pending]]
-        if not len(pending):
+        tried = torch.nonzero(~done & ((params.top_k < width) | (width == vocab))).squeeze(1)
+        for chunk in torch.split(tried, max(1, _CHUNK_ELEMENTS // width)) if len(tried) else ():
+            found = rank(take_rows(logits, chunk), width)
+            chosen, exact = _draw(found, params.take(chunk), mass[chunk], vocab)
+            token_ids[chunk[exact]] = chosen[exact]
+            done[chunk[exact]] = True
+        if done.all():
             break
     return token_ids
 

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+NARROW = 128
+"""How much of a row is ranked first: it has slack for usual top_k, since ties are frequent among bfloat16 logits."""
+
 _ARGMAX_BLOCK = 256
+_LARGEST_ID = 0xFFFFFFFF
 
 
 class Ranked(NamedTuple):
@@ -41,9 +46,12 @@ def first_argmax(values: Tensor) -> tuple[Tensor, Tensor]:
 def rank(logits: Tensor, width: int) -> Ranked:
     """Return `width` largest entries of each row of [rows, n] in order.
 
-    Of the entries that equal the last value, which ones are among them is arbitrary, except that all are when `width`
-    is n: use only what is strictly larger, or see that the next value differs.
+    Of the entries that equal the last value, which ones are among them may be arbitrary, except that all are when
+    `width` is n: use only what is strictly larger, or see that the next value differs.
     """
+    if logits.device.type == "cpu" and width > NARROW:
+        ids = _rank_by_keys(logits, width)
+        return Ranked(logits.gather(1, ids), ids)
     if width >= logits.shape[1]:
         everything, ids = logits.sort(dim=1, descending=True, stable=True)
         return Ranked(everything, ids)
@@ -51,6 +59,24 @@ def rank(logits: Tensor, width: int) -> Ranked:
     ids = by_value.sort(dim=1).values
     values, order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
     return Ranked(values, ids.gather(1, order))
+
+
+def _rank_by_keys(logits: Tensor, width: int) -> Tensor:
+    """Return the ids of `rank` through integers that order as (value, -id) do: numpy partitions and sorts those with
+    vector instructions, ten times as fast as torch sorts floats with their indices.
+    """
+    rows, vocab = logits.shape
+    ascending = np.empty((rows, width), dtype=np.int64)
+    inverse_ids = _LARGEST_ID - np.arange(vocab, dtype=np.int64)
+    for row in range(rows):  # a row at a time stays in the cache
+        bits = (logits[row].to(torch.float32) + 0.0).numpy().view(np.int32)  # + 0.0: -0.0 becomes 0.0
+        # Floats order as their bits do when those of negative ones are flipped below the sign.
+        keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).astype(np.int64) << 32) | inverse_ids
+        if width < vocab:
+            keys.partition(vocab - width)
+        ascending[row] = keys[vocab - width :]
+    ascending.sort(axis=1)
+    return torch.from_numpy(_LARGEST_ID - (ascending[:, ::-1] & _LARGEST_ID))
 
 
 def largest(logits: Tensor, count: int) -> Ranked:
@@ -81,11 +107,8 @@ def is_exact(found: Ranked, counts: Tensor, vocab: int) -> Tensor:
 
 
 def rank_widths(vocab: int) -> list[int]:
-    """How much of a row to rank, in turn, until it suffices: a fraction of a millisecond, some, all of it.
-
-    Ties are frequent among bfloat16 logits (their grain at 10 is 1/16), so the first width has slack for usual top_k.
-    """
-    return [width for width in (128, 1024, 8192) if width < vocab] + [vocab]
+    """How much of a row to rank, in turn, until it suffices."""
+    return [width for width in (NARROW, 4096) if width < vocab] + [vocab]
 
 
 def take_rows(values: Tensor, rows: Tensor) -> Tensor:

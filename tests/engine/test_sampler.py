@@ -372,8 +372,8 @@ def test_no_rows_is_no_work() -> None:
 
 
 @given(
-    values=st.lists(st.sampled_from([-1.0, 0.0, -0.0, 1.0, 2.0]), min_size=1, max_size=2500),
-    count=st.integers(1, 200),
+    values=st.lists(st.sampled_from([-math.inf, -1.5, -1.0, 0.0, -0.0, 1.0, 2.0]), min_size=1, max_size=6000),
+    count=st.integers(1, 5000),
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_largest_orders_by_value_and_then_by_id(values: list[float], count: int) -> None:
