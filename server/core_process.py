@@ -141,9 +141,8 @@ def read_spec(arguments: Sequence[str]) -> CoreSpec:
 def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
     """Load the model; torch is imported here and not before."""
     on_progress(0.0, "Starting.")
-    from engine.runner.build import build_engine
-
     from engine.core import EngineCore
+    from engine.runner.build import build_engine
 
     info, runner, num_blocks, assets = build_engine(config, on_progress)
     return LoadedEngine(EngineCore(info, config, runner, num_blocks), info, assets)
