@@ -25,6 +25,7 @@ from server.config import ServeConfig
 from server.core_process import CoreSpec
 from server.loading_bar import show_loading
 from server.logs import configure
+from server.ready_probe import wait_answering
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +151,7 @@ class Launcher:
     async def _announce(self) -> None:
         await show_loading(self._engine)
         info = await self._engine.wait_ready()
+        await wait_answering(self._url)
         log.info("%s is ready at %s", info.model, self._url)
         print_card(info, self._url)
 
