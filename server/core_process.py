@@ -31,8 +31,8 @@ IDLE_WAIT_S = 0.1
 STALLED_WAIT_S = 0.001
 """How long the loop pauses when all requests wait for something outside of the engine."""
 
-FAREWELL_S = 2.0
-"""How long a failed engine waits for somebody to tell the reason to."""
+FAREWELL_S = 1.0
+"""How long a failed engine stays to tell the reason: clients look for an engine several times a second."""
 
 
 class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,8 +127,8 @@ def _tell_progress(host: WireHost, progress: float, message: str) -> None:
 def _tell_failure(host: WireHost, error: HeadraceError) -> None:
     host.set_status(Status("failed", 0.0, str(error), to_wire(error)))
     end = time.monotonic() + FAREWELL_S
-    # Nobody may have connected yet; one that does now is told by the greeting.
-    while host.num_peers == 0 and time.monotonic() < end:
+    # Who connects only now is told by the greeting.
+    while time.monotonic() < end:
         host.pump(IDLE_WAIT_S)
 
 
