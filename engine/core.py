@@ -193,9 +193,8 @@ class EngineCore:
                 prefill_tokens += row.count
             if row.sample:
                 request.pending -= 1
-            if (
-                request.state is not RequestState.FINISHED
-            ):  # else overshoot: the request ended while this step was in flight
+            # A finished request's row is overshoot: it ended while this step was in flight.
+            if request.state is not RequestState.FINISHED:
                 self._apply(row, request, row_result, now_s)
         self.scheduler.close_step(launched)
         self._steps += 1

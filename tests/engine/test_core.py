@@ -8,15 +8,14 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, DrainingError, PressureError, PromptTooLongError, RequestError
 from engine.protocol import CachedTokens
+from engine.request import Request
 from tests.support.core_world import EOS_ID, FULL, World, make_request, sliding
 from tests.support.fake_kv_port import FakeKVPort
-from tests.support.fake_runner import FakeRunner
+from tests.support.fake_runner import FakeRunner, expected_output
 
 
 def seed_that_ends(world: World, at: int, **fields: object) -> int:
     """Return a seed whose output reaches its end token as token number `at` (from 1)."""
-    from tests.support.fake_runner import expected_output
-
     for seed in range(20_000):
         request = make_request(seed=seed, **fields)  # type: ignore[arg-type]
         tokens, reason = expected_output(request, seed, vocab_size=50, eos_ids=(EOS_ID,), window=world.window)
@@ -59,6 +58,25 @@ def test_min_tokens_forbids_end_tokens_until_then() -> None:
     assert EOS_ID not in attempt.emitted[:4]
     assert len(attempt.emitted) >= 4
     assert len(plain.emitted) == 3
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "tokens", "reason"), [(0, [0], "stop"), (1, [0, 5, 0], "stop"), (4, [0] * 4, "length")]
+)
+def test_min_tokens_gates_the_stop_decision_whatever_the_sampler_does(
+    min_tokens: int, tokens: list[int], reason: str
+) -> None:
+    spec = make_request(max_tokens=4, min_tokens=min_tokens)
+    request = Request(spec, arrival=0, arrived_s=0.0, max_total_tokens=7, eos_ids=(EOS_ID,), block_size=4)
+    reasons = [request.extend((token,)) for token in tokens]
+    assert reasons == [None] * (len(tokens) - 1) + [reason]
+
+
+def test_tokens_accepted_behind_the_end_are_dropped() -> None:
+    spec = make_request(max_tokens=9)
+    request = Request(spec, arrival=0, arrived_s=0.0, max_total_tokens=12, eos_ids=(EOS_ID,), block_size=4)
+    assert request.extend((4, 5, EOS_ID, 6)) == "stop"
+    assert list(request.tokens) == [1, 2, 3, 4, 5, EOS_ID]
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
@@ -286,9 +304,12 @@ def test_resetting_the_prefix_cache_forgets_and_publishes_nothing_of_older_runs(
     world.step()
     world.core.reset_prefix_cache()
     world.run()
+    pool = world.core.kv.pools[0]
+    assert all(pool.key_of(block) is None for block in range(pool.num_blocks))
     again = world.submit(make_request("again", prompt=range(1, 21), max_tokens=2, ignore_eos=True))
     world.run()
     assert again.outputs[0].cached == CachedTokens()
+    assert sum(pool.key_of(block) is not None for block in range(pool.num_blocks)) == 5
 
 
 def test_timings_divide_a_requests_life() -> None:
@@ -389,6 +410,19 @@ def test_what_a_failed_load_left_out_is_computed(good: int, specs: list[object])
     cached = attempt.outputs[0].cached
     assert cached is not None
     assert cached.ram in ((good * 4,) if len(specs) == 1 else (good * 4, 0))
+
+
+def test_a_load_leaves_no_block_behind_the_window() -> None:
+    world = warmed_port_world(specs=[sliding(6)], num_blocks=[65], port_late=0)
+    first = world.submit(make_request("first", prompt=range(1, 13), max_tokens=1))  # the device has a part again
+    world.run()
+    assert first.finish_reason is not None
+    world.submit(make_request(prompt=range(1, 27), max_tokens=20, ignore_eos=True))
+    for _ in range(6):
+        world.step()
+    assert world.core.load().running == 1
+    assert world.core.kv.blocks_used <= 3  # 6 tokens touch at most 3 blocks
+    world.run()
 
 
 def test_a_load_of_the_whole_prompt_computes_its_last_token_again() -> None:

@@ -111,6 +111,28 @@ def test_the_newest_of_the_lowest_priority_is_preempted_and_resumes() -> None:
     assert len(old.emitted) == len(new.emitted) == 16
 
 
+def test_a_request_alone_may_use_the_watermark() -> None:
+    world = World(num_blocks=[101], block_size=4, max_model_len=1000, max_step_tokens=1000)
+    for name in ("first", "again"):  # the second hits 99 of the 100 blocks
+        attempt = world.submit(make_request(name, prompt=[1] * 399, max_tokens=1))
+        world.run()
+        assert attempt.finish_reason is not None
+
+
+def test_nobody_else_is_preempted_while_blocks_are_coming_back() -> None:
+    world = World(num_blocks=[13], block_size=4, in_flight=4, max_late=3)
+    for index, name in enumerate("abc"):
+        prompt = range(index * 15 + 1, index * 15 + 14)
+        world.submit(make_request(name, prompt=prompt, max_tokens=20, ignore_eos=True))
+    scheduler, waited = world.core.scheduler, 0
+    while world.core.has_work:
+        coming, before = scheduler.ledger.awaits_release, scheduler.preemptions
+        world.step()
+        waited += coming
+        assert scheduler.preemptions - before <= (0 if coming else 1)
+    assert waited > 0
+
+
 def test_a_resumed_request_names_its_tokens_and_takes_its_cached_blocks() -> None:
     world = World(num_blocks=[9], block_size=4)
     world.submit(make_request("old", prompt=range(1, 13), max_tokens=7, ignore_eos=True))
