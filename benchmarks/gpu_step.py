@@ -105,7 +105,7 @@ class Weights:
 
 def random_weights(shape: Shape, max_positions: int) -> Weights:
     def matrix(n: int, k: int) -> Tensor:
-        return torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5
+        return torch.randn(n, k, dtype=BF16, device="cuda").mul_(k**-0.5)
 
     half = shape.head_dim // 2
     frequencies = 1e6 ** -(torch.arange(half, device="cuda") / half)
@@ -184,7 +184,7 @@ def torch_logits(shape: Shape, weights: Weights, cache: Tensor, batch: Attention
     for layer, (qkv_weight, o_weight, gate_up_weight, down_weight) in enumerate(weights.layers):
         normed = F.rms_norm(x, (shape.hidden,), weights.norms[2 * layer].float(), EPS)
         qkv = F.linear(normed, qkv_weight.float()).view(rows, -1, dim)
-        q, k, v = torch.split(qkv, (shape.heads, shape.kv_heads, shape.kv_heads), 1)
+        q, k, v = torch.split(qkv, [shape.heads, shape.kv_heads, shape.kv_heads], 1)
         if shape.qk_norm:
             q = F.rms_norm(q, (dim,), weights.qk_norms[layer, 0].float(), EPS)
             k = F.rms_norm(k, (dim,), weights.qk_norms[layer, 1].float(), EPS)

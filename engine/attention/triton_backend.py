@@ -126,10 +126,14 @@ class _Call:
     tiles: TritonTiles
 
     def _stages(self, rows: int) -> int:
-        """Loads of KV hang on loads of the block table, and Triton shares the stages out between the two."""
+        """Loads of KV hang on loads of the block table, and Triton shares the stages out between the two. Hopper's
+        asynchronous products hold on to one tile more.
+        """
         row_bytes = self.query.shape[2] * self.k_cache.element_size()
         tile_bytes = 2 * self.tiles.kv_tile * row_bytes
-        return 1 + 2 * buffers_that_fit(self.query.device, rows * row_bytes, tile_bytes, self.tiles.kv_buffers)
+        return 1 + 2 * buffers_that_fit(
+            self.query.device, rows * row_bytes + tile_bytes, tile_bytes, self.tiles.kv_buffers
+        )
 
     def launch_split(self, packed_rows: int, counters: Tensor) -> None:
         batch, tiles, kv_heads = self.batch, self.tiles, self.k_cache.shape[1]

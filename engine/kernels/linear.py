@@ -29,7 +29,9 @@ _arrivals: dict[torch.device, Tensor] = {}
 
 @dataclass(frozen=True, slots=True)
 class LinearTiles:
-    """Shape of one launch. `tile_n` is a multiple of 64, so that Hopper always takes its warpgroup instruction."""
+    """Shape of one launch. `tile_n` is a multiple of 64, so that Hopper always takes its warpgroup instruction, and
+    `tile_k` divides 128, the grain of a chunk.
+    """
 
     tile_n: int
     tile_t: int

@@ -15,13 +15,13 @@ from tests.support.paged import paged_batch
 @pytest.mark.parametrize("size", [64, 100, 576])
 def test_rms_norm_is_torchs(device: torch.device, size: int) -> None:
     x, weight = torch.randn(5, size, device=device), torch.randn(size, device=device)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (size,), weight, 1e-5))
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (size,), weight, 1e-5), rtol=1e-5, atol=1e-5)
 
 
 def test_rms_norm_of_strided_rows(device: torch.device) -> None:
     wide, weight = torch.randn(4, 100, device=device), torch.randn(64, device=device)
     x = wide[:, 20:84]
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (64,), weight, 1e-5))
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (64,), weight, 1e-5), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -39,7 +39,7 @@ def test_add_rms_norm_norms_what_it_leaves_in_the_residual(device: torch.device,
 def test_silu_and_mul(device: torch.device, size: int) -> None:
     gate_up = torch.randn(3, 2 * size, device=device)
     gate, up = gate_up.chunk(2, -1)
-    torch.testing.assert_close(silu_and_mul(gate_up), F.silu(gate) * up)
+    torch.testing.assert_close(silu_and_mul(gate_up), F.silu(gate) * up, rtol=1e-5, atol=1e-5)
 
 
 def test_write_kv_fills_the_slots_and_nothing_else(device: torch.device) -> None:

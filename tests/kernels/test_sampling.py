@@ -66,7 +66,8 @@ def test_mixed_greedy_and_sampled_rows(device: torch.device, dtype: torch.dtype)
 def test_ties_go_to_the_lowest_id(device: torch.device) -> None:
     logits = torch.zeros(2, VOCAB, device=device)
     logits[1, [8999, 4097, 4096, 5000]] = 1.0
-    tokens, _ = choose_tokens(logits, torch.zeros(2, device=device), torch.zeros(2, 2, dtype=torch.int32), VOCAB)
+    keys = torch.zeros(2, 2, dtype=torch.int32, device=device)
+    tokens, _ = choose_tokens(logits, torch.zeros(2, device=device), keys, VOCAB)
     assert tokens.tolist() == [0, 4096]
 
 
