@@ -176,9 +176,10 @@ def load_scripted(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine
 
 
 class ScriptedProcess:
-    """One engine process at `address`."""
+    """One engine process at `address`; `module` may also be the real one."""
 
-    def __init__(self, address: str, config: EngineConfig) -> None:
+    def __init__(self, address: str, config: EngineConfig, module: str = "tests.support.scripted_engine") -> None:
+        self._module = module
         self._spec = CoreSpec(config=config, address=address, log_level="warning")
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -189,7 +190,7 @@ class ScriptedProcess:
         return self._process.pid
 
     def start(self) -> None:
-        self._process = subprocess.Popen(child_command("tests.support.scripted_engine"), stdin=subprocess.PIPE)
+        self._process = subprocess.Popen(child_command(self._module), stdin=subprocess.PIPE)
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._spec) + b"\n")
         self._process.stdin.close()
@@ -217,7 +218,15 @@ class ScriptedProcess:
 
 @contextmanager
 def scripted_process(address: str, **config: object) -> Iterator[ScriptedProcess]:
-    process = ScriptedProcess(address, EngineConfig(**{"model": "ok", "max_running": 4096, **config}))  # type: ignore[arg-type]
+    with engine_process(address, EngineConfig(**{"model": "ok", "max_running": 4096, **config})) as process:  # type: ignore[arg-type]
+        yield process
+
+
+@contextmanager
+def engine_process(
+    address: str, config: EngineConfig, module: str = "tests.support.scripted_engine"
+) -> Iterator[ScriptedProcess]:
+    process = ScriptedProcess(address, config, module)
     try:
         yield process
     finally:
