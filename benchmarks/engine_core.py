@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine_core [--runs 5] [--steps 300]
 
-The runner's own time (making results) is taken out. Each line is the median over runs of the median step; the limit
-next to it is how many steps a second the host could drive if the device took no time.
+CPU time of the core's thread, so that a busy machine does not count; the runner's own (making results) is taken out.
+Each line is the median over runs of the median step. steps/s is what the host could drive if the device took no time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.core import EngineCore
 from engine.plan import RowResult, StepPlan, StepResult
 from engine.protocol import AssetRef, EngineInfo, GenerateRequest, KVGroupSpec, SamplingParams, TextAssets
 
+MAX_STEP_TOKENS = 8192
 FULL = (KVGroupSpec(),)
 MIXED = (KVGroupSpec(), KVGroupSpec(kind="sliding_window", window_tokens=1024))
 
@@ -71,12 +72,14 @@ def make_core(
         max_running=running,
         text=TextAssets(tokenizer=AssetRef("0", 0)),
     )
-    config = EngineConfig(max_step_tokens=8192, in_flight_steps=in_flight, max_running=running)
+    config = EngineConfig(max_step_tokens=MAX_STEP_TOKENS, in_flight_steps=in_flight, max_running=running)
     runner = NullRunner(in_flight)
-    blocks = running * ((context + steps) // 64 + 3)
+    # The first request goes on decoding while the last prompt is computed; none may end before the measured steps do.
+    output = running * context // (MAX_STEP_TOKENS - running) + steps + 64
+    blocks = running * ((context + output) // 64 + 2)
     core = EngineCore(info, config, runner, [blocks] * len(specs))
     for index in range(running):
-        sampling = SamplingParams(seed=index, max_tokens=steps + 64)
+        sampling = SamplingParams(seed=index, max_tokens=output)
         prompt = [(index * 7 + position) % 999 + 1 for position in range(context)]
         core.submit(GenerateRequest(request_id=f"request-{index}", prompt_ids=prompt, sampling=sampling))
     return core, runner
@@ -84,7 +87,7 @@ def make_core(
 
 def median_step_ms(specs: tuple[KVGroupSpec, ...], running: int, context: int, steps: int, in_flight: int) -> float:
     core, runner = make_core(specs, running, context, steps, in_flight)
-    while core.load().output_tokens_total < running:  # until every prompt is computed
+    while core.load().queued_uncached_tokens > 0 or len(core.scheduler.running) < running:  # prompts first
         core.step()
     times = []
     for _ in range(steps):
@@ -92,6 +95,7 @@ def median_step_ms(specs: tuple[KVGroupSpec, ...], running: int, context: int, s
         begin_s = time.thread_time()
         core.step()
         times.append(time.thread_time() - begin_s - runner.spent_s)
+        assert len(core.scheduler.running) == running
     return statistics.median(times) * 1e3
 
 

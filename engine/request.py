@@ -57,7 +57,7 @@ class Request:
         "prompt_logprobs",
         "published_blocks",
         "publishes",
-        "sent_blocks",
+        "sent_capacity",
         "slot",
         "spec",
         "started_s",
@@ -118,8 +118,9 @@ class Request:
         self.announced = False
         self.on_device = False
         self.tables: Tables = []
+        # Tokens that the tables have blocks for, and that of them which the runner knows.
         self.capacity = 0
-        self.sent_blocks = 0
+        self.sent_capacity = 0
         self.num_computed = 0
         self.num_completed = 0
         self.write_start = 0

@@ -69,10 +69,10 @@ class StepDraft:
         sample = end == len(request.tokens) + request.pending
         token_ids = None if request.on_device else tuple(request.tokens[start:end])
         new_blocks = no_new_blocks
-        sent, have = request.sent_blocks, len(request.tables[0])
-        if have > sent:
+        if request.capacity > request.sent_capacity:
+            sent = request.sent_capacity // request.block_size
             new_blocks = tuple(tuple(table[sent:]) for table in request.tables)
-            request.sent_blocks = have
+            request.sent_capacity = request.capacity
         if not request.announced:
             self.new_slots.append(_new_slot(request))
             request.announced = True
