@@ -262,7 +262,7 @@ def test_an_id_can_be_used_again_right_after_its_abort(bench: Bench) -> None:
     bench.run_steps(1)
     peer.send(wire.Abort("r"))
     peer.send(wire.Submit(request(seed=2, attempt=1)))
-    bench.pump_until(lambda: len(bench.core._running) == 1 and bench.host.num_running == 1)
+    bench.pump_until(lambda: [running.attempt for running, _ in bench.core._running.values()] == [1])
     bench.run_steps(10)
     outputs = outputs_of(peer.received(wire.Outputs, 12))
     assert [o.finish_reason for o in outputs if o.attempt == 0] == [None, "abort"]
