@@ -66,7 +66,7 @@ class Serve:
         return int(found[1])
 
     def children(self, module: str) -> list[psutil.Process]:
-        return [child for child in self.process.children() if module in " ".join(child.cmdline())]
+        return [child for child in self.process.children() if module in command(child)]
 
     async def ask(self, line: str) -> str:
         reader, writer = await asyncio.open_connection("127.0.0.1", await self.port())
@@ -187,6 +187,14 @@ async def test_no_process_outlives_a_killed_launcher(serve: type[Serve]) -> None
     assert len(family) == 3
     server.process.kill()
     await until(lambda: not [child for child in family if is_alive(child)], "every child has ended")
+
+
+def command(process: psutil.Process) -> str:
+    """Return its command line, or nothing when it has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def is_alive(process: psutil.Process) -> bool:
