@@ -1,0 +1,87 @@
+"""A storm of clients on the real server: whatever they do, nothing of them is left, and each request ended once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.headrace_server import HeadraceServer, headrace
+from tests.support.storm import Storm
+from tests.support.until import until
+
+# Small enough that requests queue, are preempted and share prefixes: 47 blocks for 32 requests of up to 8 each.
+SMALL = {"max_running": 32, "max_step_tokens": 128, "kv_cache_memory": "768KiB", "threads": 1}
+
+MEMORY_GROWTH_BYTES = 48 << 20
+"""Of any process over the soak: allocators round up, a leak of a few KiB per request would come to more."""
+
+
+async def wait_quiet(server: HeadraceServer, storm: Storm) -> None:
+    """Return when the server has done with every request of the storm; check that each was counted once."""
+    tally = storm.tally
+
+    async def all_counted() -> bool:
+        metrics = await server.metrics()
+        return sum(value for name, value in metrics.items() if _is_generation(name)) >= tally.requests
+
+    await until(all_counted, "every request has ended at the HTTP layer")
+    load = await server.wait_idle()
+    counted = sum(value for name, value in (await server.metrics()).items() if _is_generation(name))
+    assert counted == tally.requests
+    assert load.kv_blocks_used == 0
+    assert load.requests_total.get("error", 0) == 0
+    # Everything a client got to its end has ended so in the engine, and nothing has ended that nobody asked for.
+    for reason, count in tally.finished.items():
+        assert load.requests_total[reason] >= count
+    assert sum(tally.finished.values()) < sum(load.requests_total.values()) <= tally.choices
+
+
+def _is_generation(name: str) -> bool:
+    return name.startswith("headrace_http_requests_total") and "completions" in name
+
+
+async def wait_descriptors(processes: list[psutil.Process], before: list[int]) -> None:
+    await until(lambda: [process.num_fds() for process in processes] <= before, f"descriptors are back to {before}")
+
+
+async def test_500_clients_leave_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
+    with headrace(tmp_path, tiny_model, **SMALL, max_waiting=200) as server:
+        await server.wait_ready()
+        processes = [server.core, *server.apis]
+        storm = Storm(await server.url(), str(tiny_model))
+        await storm.run(100, concurrency=64, seed=1)
+        await wait_quiet(server, storm)
+        before = [process.num_fds() for process in processes]
+        await storm.run(500, concurrency=64, seed=2)
+        await wait_quiet(server, storm)
+        await wait_descriptors(processes, before)
+        load = await server.load()
+        assert load.preemptions_total > 0
+        assert load.cached_tokens_total > 0
+        assert load.requests_total["abort"] > 50
+        assert storm.tally.finished["stop"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("api_processes", [1, 2])
+async def test_10000_clients_leave_nothing_behind(
+    tiny_model: Path, tmp_path: Path, api_processes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with headrace(tmp_path, tiny_model, **SMALL, max_waiting=200, api_processes=api_processes) as server:
+        await server.wait_ready()
+        processes = [server.core, *server.apis]
+        storm = Storm(await server.url(), str(tiny_model))
+        await storm.run(1000, concurrency=128, seed=1)
+        await wait_quiet(server, storm)
+        descriptors = [process.num_fds() for process in processes]
+        memory = [process.memory_info().rss for process in processes]
+        await storm.run(10_000, concurrency=128, seed=2)
+        await wait_quiet(server, storm)
+        await wait_descriptors(processes, descriptors)
+        growth = [process.memory_info().rss - before for process, before in zip(processes, memory, strict=True)]
+        assert max(growth) < MEMORY_GROWTH_BYTES
+        load = await server.load()
+        with capsys.disabled():
+            print(f"\n{storm.tally}\n{load}\nmemory growth {growth} bytes, descriptors {descriptors}")

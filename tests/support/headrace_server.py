@@ -1,0 +1,142 @@
+"""`headrace serve` as users run it: command line, launcher, engine with a model, API processes, a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+import psutil
+
+from engine.protocol import EngineLoad
+from tests.support.until import until
+
+ROOT = Path(__file__).parents[2]
+COMMAND = "import sys; from server.cli.main import main; main()"
+CORE, API = "server.core_process", "server.api_process"
+EXIT_TIMEOUT_S = 60
+
+
+class HeadraceServer:
+    """One running server. Flags are those of the command line, with underscores."""
+
+    def __init__(self, log: Path, model: str, **flags: object) -> None:
+        self.model = model
+        self._log = log
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in {"port": 0, **flags}.items()]
+        with log.open("wb") as stderr:
+            self.process = psutil.Popen(
+                [sys.executable, "-c", COMMAND, "serve", model, *options],
+                cwd=ROOT,
+                stdout=stderr,
+                stderr=stderr,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def text(self) -> str:
+        """What it has printed."""
+        return self._log.read_text(errors="replace")
+
+    @property
+    def core(self) -> psutil.Process:
+        (core,) = self.children(CORE)
+        return core
+
+    @property
+    def apis(self) -> list[psutil.Process]:
+        return self.children(API)
+
+    def children(self, module: str) -> list[psutil.Process]:
+        return [child for child in self.process.children() if module in _command_line(child)]
+
+    async def url(self) -> str:
+        await until(lambda: "listening on" in self.text, "the port is printed")
+        found = re.search(r"listening on (http://\S+)", self.text)
+        assert found is not None
+        return found[1]
+
+    async def client(self) -> httpx.AsyncClient:
+        """Return a client whose connections are its own. The caller closes it."""
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(base_url=await self.url(), timeout=60, limits=limits, trust_env=False)
+
+    async def wait_ready(self) -> None:
+        """Return when every API process there is answers ready."""
+        url = await self.url()
+
+        async def is_ready() -> bool:
+            assert self.process.poll() is None, self.text
+            # A connection of its own for each question, so that all processes are asked in the end.
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+                try:
+                    return (await client.get("/ready")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+        await until(is_ready, "the server is ready")
+
+    async def load(self) -> EngineLoad:
+        async with await self.client() as client:
+            answer = await client.get("/load")
+        assert answer.status_code == 200, answer.text
+        return msgspec.json.decode(answer.content, type=EngineLoad)
+
+    async def wait_idle(self) -> EngineLoad:
+        """Return the load once nothing runs or waits."""
+
+        async def is_idle() -> bool:
+            load = await self.load()
+            return not (load.running or load.waiting or load.waiting_kv)
+
+        await until(is_idle, "nothing runs any more")
+        return await self.load()
+
+    async def metrics(self) -> dict[str, float]:
+        """Return the samples by name and labels, as they stand in the exposition."""
+        async with await self.client() as client:
+            lines = (await client.get("/metrics")).text.splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
+        return {name: float(value) for name, value in pairs}
+
+    async def exit_code(self) -> int:
+        code: int = await asyncio.get_running_loop().run_in_executor(None, self.process.wait, EXIT_TIMEOUT_S)
+        return code
+
+    def kill(self) -> None:
+        """End it and all that it has started, if they still run."""
+        try:
+            family = [*self.process.children(recursive=True), self.process]
+        except psutil.NoSuchProcess:
+            return
+        for member in family:
+            try:
+                member.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(family, timeout=10)
+
+
+def _command_line(process: psutil.Process) -> str:
+    """Return it, or nothing when the process has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@contextmanager
+def headrace(directory: Path, model: str | Path, **flags: object) -> Iterator[HeadraceServer]:
+    """Start a server with its log in `directory`; at the end it is killed, and must not have printed a trace."""
+    server = HeadraceServer(directory / "serve.log", str(model), **flags)
+    try:
+        yield server
+    finally:
+        server.kill()
+    assert "Traceback" not in server.text, server.text
