@@ -80,7 +80,6 @@ def reference_model(model: str) -> nn.Module:
             rms_norm_eps=config.rms_eps,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
             tie_word_embeddings=config.tied_embeddings,
-            attn_implementation="eager",
         )
     )
     weights = {name: checkpoint.read(name, _NoDigest()).float() for name in checkpoint.tensor_names}
@@ -89,7 +88,8 @@ def reference_model(model: str) -> nn.Module:
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise ValueError(f"the reference differs from the file: {missing} {unexpected}")
     reference.tie_weights()
-    return reference.eval()
+    module: nn.Module = reference.train(False)
+    return module
 
 
 class _NoDigest:

@@ -26,8 +26,8 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 class LogitsTap:
     """A model that keeps the logits it computed since `take`, in order."""
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, model: Model, keep: bool = True) -> None:
+        self._model, self._keep = model, keep
         self._kept: list[Tensor] = []
 
     def __call__(
@@ -37,7 +37,8 @@ class LogitsTap:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits = self._model.compute_logits(hidden)
-        self._kept.append(logits.clone())
+        if self._keep:
+            self._kept.append(logits.clone())
         return logits
 
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
@@ -77,8 +78,9 @@ class PlanDriver:
         block_size: int = 64,
         max_slots: int = 64,
         max_in_flight: int = 1,
+        keep: bool = True,
     ) -> None:
-        self.tap = LogitsTap(loaded.module)
+        self.tap = LogitsTap(loaded.module, keep)
         self.block_size = block_size
         self.cache = KVCache(loaded.kv_groups, num_blocks, block_size, loaded.dtype, loaded.device)
         self.runner = TorchRunner(

@@ -11,17 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.base import AttentionBatch
-from engine.attention.torch_plan import DecodeBucket, PrefillRow, TorchPlan, make_plan
+from engine.attention.torch_plan import DecodeBucket, PrefillRow, TorchPlan, make_plan, write_rows
 
 
 class TorchAttention:
     name = "torch"
 
     def __init__(self) -> None:
-        self._planned: tuple[AttentionBatch, int, int | None, TorchPlan] | None = None
+        self._writing: tuple[AttentionBatch, int, Tensor] | None = None
+        self._reading: tuple[AttentionBatch, tuple[int, torch.dtype, int | None], TorchPlan] | None = None
 
     def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
-        rows = self._plan(batch, k_cache.shape[1], self._window(batch)).write_rows
+        rows = self._write_rows(batch, k_cache.shape[1])
         head_dim = k_cache.shape[-1]
         k_cache.view(-1, head_dim).index_copy_(0, rows, key.reshape(-1, head_dim))
         v_cache.view(-1, head_dim).index_copy_(0, rows, value.reshape(-1, head_dim))
@@ -36,7 +37,7 @@ class TorchAttention:
         scale: float,
         window_tokens: int | None = None,
     ) -> Tensor:
-        plan = self._plan(batch, k_cache.shape[1], window_tokens)
+        plan = self._plan(batch, k_cache.shape[1], query.dtype, window_tokens)
         if len(plan.decode) == 1 and not plan.prefill:
             return _attend_decode(query, k_cache, v_cache, plan.decode[0], scale)
         output = torch.empty_like(query)
@@ -47,21 +48,19 @@ class TorchAttention:
             output[tokens] = _attend_prefill(query[tokens], k_cache, v_cache, row, scale)
         return output
 
-    def _window(self, batch: AttentionBatch) -> int | None:
-        """Writing does not care for the window: keep the plan that reading made."""
-        return self._planned[2] if self._planned is not None and self._planned[0] is batch else None
+    # What follows is made once per step: all layers of a KV group share the batch object.
 
-    def _plan(self, batch: AttentionBatch, kv_heads: int, window_tokens: int | None) -> TorchPlan:
-        """Return the batch's plan, made once per step: all layers of a KV group share the batch object."""
-        planned = self._planned
-        if planned is None or planned[0] is not batch or planned[1:3] != (kv_heads, window_tokens):
-            self._planned = planned = (
-                batch,
-                kv_heads,
-                window_tokens,
-                make_plan(batch, kv_heads, window_tokens),
-            )
-        return planned[3]
+    def _write_rows(self, batch: AttentionBatch, kv_heads: int) -> Tensor:
+        kept = self._writing
+        if kept is None or kept[0] is not batch or kept[1] != kv_heads:
+            self._writing = kept = (batch, kv_heads, write_rows(batch, kv_heads))
+        return kept[2]
+
+    def _plan(self, batch: AttentionBatch, kv_heads: int, dtype: torch.dtype, window_tokens: int | None) -> TorchPlan:
+        kept, shape = self._reading, (kv_heads, dtype, window_tokens)
+        if kept is None or kept[0] is not batch or kept[1] != shape:
+            self._reading = kept = (batch, shape, make_plan(batch, kv_heads, dtype, window_tokens))
+        return kept[2]
 
 
 def _gather(cache: Tensor, block_rows: Tensor, rows: int) -> Tensor:
@@ -73,11 +72,12 @@ def _gather(cache: Tensor, block_rows: Tensor, rows: int) -> Tensor:
 
 def _attend_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBucket, scale: float) -> Tensor:
     rows, heads, head_dim = query.shape
-    keys = _gather(k_cache, bucket.block_rows, rows)
-    values = _gather(v_cache, bucket.block_rows, rows)
+    seen = bucket.mask.shape[-1]
+    keys = _gather(k_cache, bucket.block_rows, rows)[:, :, :seen]
+    values = _gather(v_cache, bucket.block_rows, rows)[:, :, :seen]
     grouped = query.reshape(rows, keys.shape[1], -1, head_dim)
-    visible = bucket.visible.expand(-1, 1, grouped.shape[2], -1)
-    attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scale)
+    mask = bucket.mask.expand(-1, 1, grouped.shape[2], -1)
+    attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return attended.reshape(rows, heads, head_dim)
 
 
@@ -92,6 +92,6 @@ def _attend_prefill(query: Tensor, k_cache: Tensor, v_cache: Tensor, row: Prefil
         for cache in (k_cache, v_cache)
     )
     attended = F.scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=row.visible, is_causal=row.visible is None, scale=scale
+        grouped, keys, values, attn_mask=row.mask, is_causal=row.mask is None, scale=scale
     )
     return attended.permute(2, 0, 1, 3).reshape(queries, heads, head_dim)

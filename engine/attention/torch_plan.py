@@ -21,31 +21,30 @@ class DecodeBucket:
 
     tokens      int64 [rows]                       their queries
     block_rows  int64 [rows * kv_heads * blocks]   rows of the cache, in the order (row, head, block)
-    visible     bool [rows, 1, 1, keys]            keys = blocks * block_size
+    mask        float [rows, 1, 1, keys]           0 where a key is seen, -inf elsewhere; keys end with the longest row
     """
 
     tokens: Tensor
     block_rows: Tensor
-    visible: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
     """One row with several queries, [first_token, first_token + queries) of the step.
 
-    `visible` [queries, keys] is None when it is the plain causal triangle.
+    `mask` float [queries, keys] is None when it is the plain causal triangle.
     """
 
     first_token: int
     queries: int
     keys: int
     block_rows: Tensor
-    visible: Tensor | None
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    write_rows: Tensor
     decode: tuple[DecodeBucket, ...]
     prefill: tuple[PrefillRow, ...]
 
@@ -58,7 +57,8 @@ def write_rows(batch: AttentionBatch, kv_heads: int) -> Tensor:
     return rows.flatten()
 
 
-def make_plan(batch: AttentionBatch, kv_heads: int, window_tokens: int | None) -> TorchPlan:
+def make_plan(batch: AttentionBatch, kv_heads: int, dtype: torch.dtype, window_tokens: int | None) -> TorchPlan:
+    """`dtype` is the query's: masks are made in it once, instead of in every layer."""
     prefill = []
     first_token = 0
     by_width: dict[int, list[tuple[int, int, int]]] = {}
@@ -69,10 +69,10 @@ def make_plan(batch: AttentionBatch, kv_heads: int, window_tokens: int | None) -
             # Powers of two bound both the padding (under 2x) and the number of buckets.
             by_width.setdefault((blocks - 1).bit_length(), []).append((row, first_token, first_block))
         elif queries:
-            prefill.append(_prefill_row(batch, kv_heads, window_tokens, row, first_token))
+            prefill.append(_prefill_row(batch, kv_heads, dtype, window_tokens, row, first_token))
         first_token += queries
-    decode = tuple(_decode_bucket(batch, kv_heads, window_tokens, members) for members in by_width.values())
-    return TorchPlan(write_rows(batch, kv_heads), decode, tuple(prefill))
+    decode = tuple(_decode_bucket(batch, kv_heads, dtype, window_tokens, members) for members in by_width.values())
+    return TorchPlan(decode, tuple(prefill))
 
 
 def _first_block(position: int, block_size: int, window_tokens: int | None) -> int:
@@ -86,35 +86,46 @@ def _cache_rows(blocks: Tensor, kv_heads: int) -> Tensor:
 
 
 def _decode_bucket(
-    batch: AttentionBatch, kv_heads: int, window_tokens: int | None, members: list[tuple[int, int, int]]
+    batch: AttentionBatch,
+    kv_heads: int,
+    dtype: torch.dtype,
+    window_tokens: int | None,
+    members: list[tuple[int, int, int]],
 ) -> DecodeBucket:
     device, size = batch.positions.device, batch.block_size
     rows, tokens, first_blocks = (torch.tensor(column, device=device) for column in zip(*members, strict=True))
-    width = max(-(-batch.host_kv_lens[row] // size) - first for row, _, first in members)
-    columns = first_blocks[:, None] + torch.arange(width, device=device)
-    in_table = columns < batch.block_tables.shape[1]
-    blocks = batch.block_tables[rows[:, None], columns.clamp(max=batch.block_tables.shape[1] - 1)] * in_table
-    keys = first_blocks[:, None] * size + torch.arange(width * size, device=device)
-    last = batch.kv_lens[rows, None] - 1
-    visible = keys <= last
-    if window_tokens is not None:
-        visible &= keys > last - window_tokens
-    return DecodeBucket(tokens, _cache_rows(blocks, kv_heads), visible[:, None, None, :])
+    keys = max(batch.host_kv_lens[row] - first * size for row, _, first in members)
+    columns = first_blocks[:, None] + torch.arange(-(-keys // size), device=device)
+    last_column = batch.block_tables.shape[1] - 1
+    blocks = batch.block_tables[rows[:, None], columns.clamp(max=last_column)] * (columns <= last_column)
+    positions = first_blocks[:, None] * size + torch.arange(keys, device=device)
+    mask = _mask(positions, batch.kv_lens[rows, None] - 1, dtype, window_tokens)
+    return DecodeBucket(tokens, _cache_rows(blocks, kv_heads), mask[:, None, None, :])
 
 
 def _prefill_row(
-    batch: AttentionBatch, kv_heads: int, window_tokens: int | None, row: int, first_token: int
+    batch: AttentionBatch,
+    kv_heads: int,
+    dtype: torch.dtype,
+    window_tokens: int | None,
+    row: int,
+    first_token: int,
 ) -> PrefillRow:
     device, size = batch.positions.device, batch.block_size
     queries, end = batch.host_query_lens[row], batch.host_kv_lens[row]
     first_block = _first_block(end - queries, size, window_tokens)
     blocks = batch.block_tables[row : row + 1, first_block : -(-end // size)]
     first_key = first_block * size
-    visible = None
+    mask = None
     if queries != end or window_tokens is not None:
-        positions = torch.arange(end - queries, end, device=device)[:, None]
-        keys = torch.arange(first_key, end, device=device)
-        visible = keys <= positions
-        if window_tokens is not None:
-            visible &= keys > positions - window_tokens
-    return PrefillRow(first_token, queries, end - first_key, _cache_rows(blocks, kv_heads), visible)
+        seen_from = torch.arange(end - queries, end, device=device)[:, None]
+        mask = _mask(torch.arange(first_key, end, device=device), seen_from, dtype, window_tokens)
+    return PrefillRow(first_token, queries, end - first_key, _cache_rows(blocks, kv_heads), mask)
+
+
+def _mask(keys: Tensor, queries: Tensor, dtype: torch.dtype, window_tokens: int | None) -> Tensor:
+    """Return 0 where a query's position sees a key's, -inf elsewhere; the positions broadcast."""
+    visible = keys <= queries
+    if window_tokens is not None:
+        visible &= keys > queries - window_tokens
+    return torch.zeros(visible.shape, dtype=dtype, device=keys.device).masked_fill_(~visible, float("-inf"))
