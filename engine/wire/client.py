@@ -23,6 +23,7 @@ from engine.errors import (
     LoadingError,
     PressureError,
     RequestError,
+    RequestFailedError,
 )
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire import messages as wire
@@ -56,15 +57,16 @@ class RemoteState(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Stream:
     """One running attempt. It stays known after its end here until the engine has ended it, so that an id which is used
-    again cannot receive the old attempt's outputs."""
+    again cannot receive the old attempt's outputs. `is_ending` once the engine was told to end it."""
 
-    __slots__ = ("attempt", "error", "next_offset", "outputs", "waiter")
+    __slots__ = ("attempt", "error", "is_ending", "next_offset", "outputs", "waiter")
 
     def __init__(self, attempt: int, next_offset: int) -> None:
         self.attempt = attempt
         self.next_offset = next_offset
         self.outputs: deque[TokenOutput] = deque()
         self.error: HeadraceError | None = None
+        self.is_ending = False
         self.waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
@@ -164,11 +166,13 @@ class RemoteEngine:
                 self._abandon(request.request_id, stream)
 
     async def finish(self, request_id: str, keep_tokens: int) -> None:
-        if request_id in self._streams:
+        if stream := self._streams.get(request_id):
+            stream.is_ending = True
             self._send(wire.Finish(request_id, keep_tokens))
 
     async def abort(self, request_id: str) -> None:
-        if request_id in self._streams:
+        if stream := self._streams.get(request_id):
+            stream.is_ending = True
             self._send(wire.Abort(request_id))
 
     async def describe(self) -> EngineInfo:
@@ -208,6 +212,8 @@ class RemoteEngine:
         frame = self._encode(wire.Submit(request))
         if len(frame) > wire.MAX_CLIENT_FRAME_BYTES:
             raise RequestError(f"The request is larger than {wire.MAX_CLIENT_FRAME_BYTES} bytes.", param="prompt")
+        if old is not None:
+            self._replace(request.request_id, old)
         stream = _Stream(request.attempt, len(request.resume_ids))
         self._streams[request.request_id] = stream
         self._send_frame(frame)
@@ -216,8 +222,13 @@ class RemoteEngine:
     def _abandon(self, request_id: str, stream: _Stream) -> None:
         """The consumer left. The stream is forgotten when the engine's terminal output comes."""
         stream.outputs.clear()
-        if self._streams.get(request_id) is stream:
+        if self._streams.get(request_id) is stream and not stream.is_ending:
             self._send(wire.Abort(request_id))
+
+    def _replace(self, request_id: str, old: _Stream) -> None:
+        """A later attempt takes the id: the engine lets go of the earlier one first, and nobody goes on waiting for it."""
+        self._send(wire.Abort(request_id))
+        old.fail(RequestFailedError("A later attempt took the request's place."))
 
     def _unavailable(self) -> HeadraceError:
         state = self._state

@@ -27,7 +27,7 @@ from engine.errors import (
     RequestError,
     RequestFailedError,
 )
-from engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from engine.protocol import EngineLoad, GenerateRequest, SamplingParams, TokenOutput
 from engine.wire import messages as wire
 from engine.wire.client import OUTPUT_CREDIT, RemoteEngine
 from engine.wire.merge import merge_outputs
@@ -366,6 +366,7 @@ class RawHost:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.bind(address)
         self.peer = b""
+        self.heard: list[wire.ClientMessage] = []
 
     async def received(self, kind: type[Any]) -> Any:  # noqa: ANN401
         found: list[Any] = []
@@ -374,6 +375,7 @@ class RawHost:
             while self._socket.poll(0):
                 self.peer, frame = self._socket.recv_multipart()
                 message = msgspec.msgpack.decode(frame, type=wire.ClientMessage)
+                self.heard.append(message)
                 if isinstance(message, kind):
                     found.append(message)
             return bool(found)
@@ -445,6 +447,48 @@ async def test_a_hole_in_the_stream_ends_it_so_that_it_is_resumed(host: RawHost,
     with pytest.raises(EngineDiedError):
         await task
     assert (await host.received(wire.Abort)).request_id == "r"
+
+
+async def begun(host: RawHost, engine: RemoteEngine) -> AsyncIterator[TokenOutput]:
+    """Return a stream that has had its first token."""
+    await host.serve()
+    await engine.wait_ready()
+    stream = engine.generate(request())
+    first = asyncio.create_task(anext(stream))
+    await host.received(wire.Submit)
+    host.send(wire.Outputs([TokenOutput("r", 0, 0, [1])]))
+    assert (await first).token_ids == [1]
+    host.heard.clear()
+    return stream
+
+
+@pytest.mark.parametrize("kind", [wire.Finish, wire.Abort])
+async def test_closing_a_stream_that_was_ended_does_not_abort_it_again(
+    host: RawHost, engine: RemoteEngine, kind: type[wire.Finish | wire.Abort]
+) -> None:
+    stream = await begun(host, engine)
+    await (engine.finish("r", 1) if kind is wire.Finish else engine.abort("r"))
+    await stream.aclose()  # type: ignore[attr-defined]
+    later = asyncio.create_task(engine.load())
+    call = await host.received(wire.GetLoad)
+    assert [type(message) for message in host.heard] == [kind, wire.GetLoad]
+    host.send(wire.LoadReply(call.call_id, EngineLoad()))
+    await later
+
+
+async def test_a_later_attempt_ends_the_earlier_one_at_both_ends(host: RawHost, engine: RemoteEngine) -> None:
+    stream = await begun(host, engine)
+    earlier = asyncio.create_task(anext(stream))
+    later = asyncio.create_task(collect(engine, request(attempt=1)))
+    await host.received(wire.Submit)
+    assert [type(message) for message in host.heard] == [wire.Abort, wire.Submit]
+    with pytest.raises(RequestFailedError):
+        await earlier
+    host.send(
+        wire.Outputs([TokenOutput("r", 0, 1, [], "abort")]),
+        wire.Outputs([TokenOutput("r", 1, 0, [5], "length")]),
+    )
+    assert (await later).token_ids == [5]
 
 
 async def test_noise_from_the_engine_is_counted_and_dropped(host: RawHost, engine: RemoteEngine) -> None:
