@@ -55,13 +55,15 @@ class Supervisor:
                             output = run.accept(await run.wait(stream.__anext__))
                             if output is None:
                                 continue
-                            if output.finish_reason is None:
-                                yield output
-                                continue
-                            outcome = "ok"
-                            run.engine = None
+                            if output.finish_reason is not None:
+                                outcome, run.engine = "ok", None
                             yield output
-                            return
+                            if output.finish_reason is not None:
+                                return
+                except GeneratorExit:
+                    if run.ended_by == "finish":  # its consumer has all that it wanted
+                        outcome = "ok"
+                    raise
                 except StopAsyncIteration:
                     outcome = "fault"
                     self._follow_up(run, EngineDiedError("The engine left the stream without an end."), lease)

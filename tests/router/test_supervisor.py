@@ -365,6 +365,16 @@ async def test_closing_the_stream_releases_everything() -> None:
     stage.assert_clean()
 
 
+async def test_closing_the_stream_behind_a_finish_is_a_good_end() -> None:
+    stage = Stage(CueEngine())
+    stream = stage.supervisor.generate(request(count=1000))
+    await anext(stream)
+    await stage.supervisor.finish("r", 1)
+    await stream.aclose()
+    assert stage.pool.outcomes == {"ok": 1}
+    stage.assert_clean()
+
+
 @pytest.mark.parametrize("act", [hang, die_for_good])
 async def test_cancelling_the_consumer_releases_everything(act: Act) -> None:
     stage = Stage(CueEngine([(3, act)]))
