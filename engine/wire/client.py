@@ -226,7 +226,7 @@ class RemoteEngine:
             self._send(wire.Abort(request_id))
 
     def _replace(self, request_id: str, old: _Stream) -> None:
-        """A later attempt takes the id: the engine lets go of the earlier one first, and nobody goes on waiting for it."""
+        """A later attempt takes the id: the engine lets go of the earlier one first, and nobody waits for that one."""
         self._send(wire.Abort(request_id))
         old.fail(RequestFailedError("A later attempt took the request's place."))
 
