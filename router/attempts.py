@@ -84,6 +84,7 @@ class Run:
     def accept(self, output: TokenOutput) -> TokenOutput | None:
         """Return the output as the client is to see it, or None when it is a late duplicate.
 
+        To the client it is all one attempt: the one that it asked for.
         Raises EngineDiedError when tokens are missing: another attempt supplies them.
         """
         if output.attempt != self._attempt or output.offset < self.next_offset:
@@ -101,6 +102,8 @@ class Run:
         if self.has_started and (output.cached is not None or output.prompt_logprobs is not None):
             # A resumed attempt finds the client's own tokens in the cache: the first attempt's count is the truth.
             output = msgspec.structs.replace(output, cached=None, prompt_logprobs=None)
+        if output.attempt != self.request.attempt:
+            output = msgspec.structs.replace(output, attempt=self.request.attempt)
         self.has_started = True
         return output
 
@@ -143,7 +146,7 @@ class Run:
     def end_output(self) -> TokenOutput:
         """Return the terminal output of a request that ended while no engine had it."""
         reason: Literal["stop", "abort"] = "stop" if self.ended_by == "finish" else "abort"
-        return TokenOutput(self.request.request_id, max(0, self._attempt), self.next_offset, [], reason)
+        return TokenOutput(self.request.request_id, self.request.attempt, self.next_offset, [], reason)
 
     async def wait(self, begin: Callable[[], Awaitable[T]]) -> T:
         """Await what `begin` returns; `interrupt` ends the wait, or the next one when none is under way."""

@@ -189,6 +189,7 @@ async def test_any_number_of_deaths_with_progress_between_them_leaves_no_trace(l
     stage = Stage(CueEngine([(count, die) for count in lives]))
     outputs = await stage.collect(request(count=60, resume_ids=scripted_tokens(1, resumed), attempt=3))
     assert outputs[0].offset == resumed
+    assert {output.attempt for output in outputs} == {3}, "to its client it is one attempt"
     assert_whole(outputs, 1, 60)
     assert [seen.attempt for seen in stage.engines[0].seen] == list(range(3, 4 + len(lives)))
     stage.assert_clean()
