@@ -35,12 +35,12 @@ def validate(request: GenerateRequest, info: EngineInfo) -> GenerateRequest:
     _check_supported(request)
     _check_envelope(request)
     window = sequence_window(info)
-    _check_token_ids(request.prompt_ids, "prompt", info.vocab_size)
-    _check_token_ids(request.resume_ids, "resume_ids", info.vocab_size)
     if not request.prompt_ids:
         raise RequestError("prompt must have at least one token", param="prompt", value=[])
-    if len(request.prompt_ids) >= window:
+    if len(request.prompt_ids) >= window:  # before its ids are looked at, which costs time for millions of them
         raise PromptTooLongError(len(request.prompt_ids), window, param="prompt")
+    _check_token_ids(request.prompt_ids, "prompt", info.vocab_size)
+    _check_token_ids(request.resume_ids, "resume_ids", info.vocab_size)
     sampling = _check_sampling(request.sampling, info)
     sampling = _resolve_lengths(sampling, len(request.prompt_ids), window, info.max_model_len)
     if len(request.resume_ids) >= (sampling.max_tokens or 0):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import http
 import logging
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -176,6 +177,20 @@ def param_name(location: Sequence[int | str]) -> str | None:
 
 
 def shown(value: object) -> str:
-    """A value of the client's, short enough for a message."""
-    text = repr(value[: SHOWN_VALUE_CHARACTERS + 1]) if isinstance(value, str | list) else repr(value)
+    """A value of the client's, short enough for a message. Costs the same for a value of any size."""
+    text = _SHORT.repr(value)
     return text if len(text) <= SHOWN_VALUE_CHARACTERS else text[:SHOWN_VALUE_CHARACTERS] + "..."
+
+
+class _ShortRepr(reprlib.Repr):
+    """Long strings keep their beginning, where the library's own form keeps both ends."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(x[: SHOWN_VALUE_CHARACTERS + 1])
+
+    def repr_int(self, x: int, level: int) -> str:
+        return super().repr_int(x, level) if x.bit_length() < 4096 else "a very large integer"
+
+
+_SHORT = _ShortRepr()
+_SHORT.maxlevel = 4

@@ -7,14 +7,16 @@ Turning output tokens into text takes microseconds and stays on the loop.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from engine.errors import PressureError, RequestError, UnsupportedError
+from engine.errors import PressureError, PromptTooLongError, RequestError, UnsupportedError
 from engine.protocol import Engine, EngineInfo
 from engine.text.chat import ChatTemplate, Message
 from engine.text.tokenizer import TextCodec
+from engine.validation import sequence_window
 
 T = TypeVar("T")
 
@@ -46,11 +48,10 @@ class TextService:
 
     async def prompts_ids(self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:
         """Tokenise the raw prompts of one request; those that are token ids already stay as they are."""
-        encode = self.codec.encode
 
         def encode_all() -> list[list[int]]:
             return [
-                encode(prompt, add_bos=add_special_tokens, parse_special=True) if isinstance(prompt, str) else prompt
+                self._encode(prompt, "prompt", add_bos=add_special_tokens) if isinstance(prompt, str) else prompt
                 for prompt in prompts
             ]
 
@@ -68,12 +69,32 @@ class TextService:
             )
 
         def render_and_encode() -> list[int]:
-            text = template.render(messages, add_generation_prompt=add_generation_prompt)
-            if continue_final_message:
-                text = _cut_after_last_message(text, messages[-1]["content"])
-            return self.codec.encode(text, parse_special=True, param="messages")
+            if not continue_final_message:
+                text = template.render(messages, add_generation_prompt=add_generation_prompt)
+                return self._encode(text, "messages")
+            mark = secrets.token_hex(16) + " "  # not to be guessed by who writes the messages
+            marked = [*messages[:-1], _with_mark(messages[-1], mark)]
+            text = template.render(marked, add_generation_prompt=add_generation_prompt)
+            return self._encode(_cut_at_mark(text, mark), "messages")
 
         return await self._in_thread(render_and_encode)
+
+    def _encode(self, text: str, param: str, *, add_bos: bool = False) -> list[int]:
+        """Tokenise what may fit the window. A megabyte takes a second, so what cannot fit is refused by its length."""
+        window = sequence_window(self.info)
+        least = -(-len(text) // self.codec.longest_token)
+        if least > window:
+            raise RequestError(
+                f"This model's maximum context length is {window} tokens, but the prompt has {len(text)} characters,"
+                f" which are {least} tokens at the very least.",
+                param=param,
+                value=len(text),
+                code=PromptTooLongError.code,
+            )
+        ids = self.codec.encode(text, parse_special=True, add_bos=add_bos, param=param)
+        if len(ids) >= window:  # said here, before the other prompts of the request are tokenised
+            raise PromptTooLongError(len(ids), window, param=param)
+        return ids
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         if self._queued >= MAX_QUEUED:
@@ -85,13 +106,29 @@ class TextService:
             self._queued -= 1
 
 
-def _cut_after_last_message(rendered: str, content: object) -> str:
-    """Drop what the template writes after the last message, so that the model goes on inside it."""
-    text = content.strip() if isinstance(content, str) else ""
-    start = rendered.rfind(text)
-    if not text or start < 0:
-        raise RequestError(
-            "The final message has no text that the chat template shows, so it cannot be continued.",
-            param="continue_final_message",
-        )
-    return rendered[: start + len(text)]
+def _with_mark(message: Message, mark: str) -> Message:
+    """Put `mark` behind the text of a message. No search for the text itself would do: templates write "<|im_end|>"
+    behind an "i"."""
+    content = message["content"]
+    if isinstance(content, str) and content.strip():
+        return {**message, "content": content + mark}
+    last = content[-1] if isinstance(content, list) and content else None
+    if isinstance(last, dict) and isinstance(last.get("text"), str):
+        return {**message, "content": [*content[:-1], {**last, "text": last["text"] + mark}]}  # type: ignore[index]
+    raise _cannot_continue()
+
+
+def _cut_at_mark(rendered: str, mark: str) -> str:
+    """Drop what the template writes behind the last message, so that the model goes on inside it. A mark that has lost
+    the space at its end was trimmed by the template, which would have trimmed the message alike."""
+    at = rendered.rfind(mark.rstrip())
+    if at < 0:
+        raise _cannot_continue()
+    return rendered[:at] if rendered.startswith(mark, at) else rendered[:at].rstrip()
+
+
+def _cannot_continue() -> RequestError:
+    return RequestError(
+        "The final message has no text that the chat template shows, so it cannot be continued.",
+        param="continue_final_message",
+    )

@@ -44,6 +44,7 @@ class TextCodec:
         for token_id, piece in vocabulary.pieces.items():
             shown[token_id] = piece
         self._shown: Sequence[bytes] = shown
+        self._longest_token = max(map(len, shown), default=1) or 1
         self._plain: Sequence[bytes] = [b"" if i in self._special else piece for i, piece in enumerate(shown)]
 
     @classmethod
@@ -61,11 +62,18 @@ class TextCodec:
         """
         tokenizer = self._tokenizer if parse_special else self._literal()
         try:
-            encoding = tokenizer.encode(text, add_special_tokens=False)
+            # A batch of one: the library's plain `encode` keeps the interpreter's lock, and with it every other thread,
+            # for as long as it takes.
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except TypeError as error:
             raise RequestError("The text holds a lone surrogate, which is no character.", param=param) from error
         ids: list[int] = encoding.ids
         return [self._bos_id, *ids] if add_bos and self._bos_id is not None else ids
+
+    @property
+    def longest_token(self) -> int:
+        """Bytes, and so the most characters, that one token stands for: what bounds a text's tokens from below."""
+        return self._longest_token
 
     def decode(self, token_ids: Iterable[int], *, show_special: bool = False) -> str:
         """Return the text of a whole sequence. What is not UTF-8 becomes U+FFFD. Raises RequestError for foreign ids.

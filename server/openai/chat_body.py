@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from server.openai.fields import INT64, MAX_LOGPROBS, GenerationBody, Whole
+
+MAX_MESSAGES = 16_384
+"""Far more than windows hold: a message costs some tokens even when it is empty."""
 
 
 def _content(value: object) -> object:
@@ -48,7 +51,7 @@ class Message(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_completion_tokens: Annotated[Whole, Field(ge=1, lt=INT64)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None

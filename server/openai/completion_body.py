@@ -34,9 +34,12 @@ def _prompts(value: object) -> list[Prompt]:
 
 
 def _token_ids(value: object) -> list[int]:
-    if not isinstance(value, list) or not value or not all(_is_whole(token) for token in value):
-        raise PydanticCustomError("prompt_type", "lists of token ids hold non-negative integers only and are not empty")
-    return [int(token) for token in value]
+    if isinstance(value, list) and value:
+        if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**32:
+            return value  # the usual case, at C speed: there may be millions
+        if all(_is_whole(token) for token in value):
+            return [int(token) for token in value]
+    raise PydanticCustomError("prompt_type", "lists of token ids hold non-negative integers only and are not empty")
 
 
 def _is_whole(value: object) -> bool:

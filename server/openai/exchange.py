@@ -25,6 +25,8 @@ from server.traffic import draining_error
 
 Header = tuple[bytes, bytes]
 
+MAX_HEADER_CHARACTERS = 1024
+
 STREAM_HEADERS: list[Header] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -135,9 +137,10 @@ class Channel:
         self._writes = 0
 
     def add_header(self, name: bytes, value: str) -> None:
-        """Add a header to whatever response comes. Characters that a header cannot hold are replaced."""
-        clean = "".join(character if " " <= character <= "~" else "?" for character in value)
-        self._extra_headers.append((name, clean[:1024].encode()))
+        """Add a header to whatever response comes, cut where it gets long. Characters that a header cannot hold are
+        replaced."""
+        clean = "".join(character if " " <= character <= "~" else "?" for character in value[:MAX_HEADER_CHARACTERS])
+        self._extra_headers.append((name, clean.encode()))
 
     async def send_json(self, status: int, body: bytes, headers: Sequence[Header] = ()) -> None:
         self._ended = True

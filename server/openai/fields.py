@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
@@ -63,12 +63,14 @@ class GenerationBody(BaseModel):
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    seed: Annotated[Whole, Field(ge=-INT64, lt=INT64)] | None = None
+    seed: Annotated[Whole, Field(ge=-INT64, le=INT64 - 1)] | None = None
     n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] = 1
     max_tokens: Annotated[Whole, Field(ge=1, lt=INT64)] | None = None
     min_tokens: Annotated[Whole, Field(ge=0, lt=INT64)] = 0
     stop: Stop = []
-    stop_token_ids: Annotated[list[Annotated[Whole, Field(ge=0, lt=2**32)]], Field(max_length=MAX_STOP_TOKENS)] = []
+    stop_token_ids: Annotated[
+        list[Annotated[Whole, Field(ge=0, lt=2**32)]], Field(max_length=MAX_STOP_TOKENS), FailFast()
+    ] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True

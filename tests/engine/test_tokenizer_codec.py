@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from time import sleep
 
 import pytest
 from hypothesis import given, settings
@@ -188,3 +190,22 @@ def test_threads_share_one_codec() -> None:
         literal = list(pool.map(lambda text: built.encode(text, parse_special=False), texts))
     assert all(ids[0] == 1 for ids in parsed)
     assert not any(1 in ids for ids in literal)
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    codec = codec_of([b"a", b"aa", b"aaaa"])
+    encoding = Thread(target=codec.encode, args=("a" * 1_000_000,), kwargs={"parse_special": True})
+    encoding.start()
+    turns = 0
+    while encoding.is_alive():
+        sleep(0)
+        turns += 1
+    # A lock that is held for the whole text leaves this thread one turn before and one after it.
+    assert turns > 10
+
+
+def test_the_longest_token_bounds_a_text_from_below() -> None:
+    codec = codec_of([b"a", b"aa", b"aaaa", b"<|a long special token|>"], special=[3])
+    text = "a" * 401 + "<|a long special token|>"
+    assert codec.longest_token == len("<|a long special token|>")
+    assert len(codec.encode(text, parse_special=True)) >= len(text) / codec.longest_token

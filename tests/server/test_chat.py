@@ -63,14 +63,33 @@ async def test_messages_reach_the_engine_through_the_template() -> None:
     )
 
 
-async def test_the_final_message_can_be_continued() -> None:
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("one, two,", "one, two,"),
+        ("i", "i"),  # a text that is in "<|im_end|>" as well
+        ("m_end|>\n", "m_end|>\n"),
+        ("a space is kept ", "a space is kept "),
+        ([{"type": "text", "text": "one,"}, {"type": "text", "text": " two"}], "one,\n two"),
+    ],
+)
+async def test_the_final_message_can_be_continued(content: object, shown: str) -> None:
     engine = FakeEngine()
-    messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "one, two,"}]
+    messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": content}]
     async with serving(engine) as server:
         response = await server.chat(messages=messages, continue_final_message=True)
     assert response.status_code == 200, response.text
     prompt = engine.codec.decode(engine.seen[0].prompt_ids, show_special=True)
-    assert prompt.endswith("<|im_start|>assistant\none, two,")
+    assert prompt.endswith(f"<|im_end|>\n<|im_start|>assistant\n{shown}")
+
+
+@pytest.mark.parametrize("content", ["", " ", [], None])
+async def test_a_final_message_without_text_cannot_be_continued(content: object) -> None:
+    messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": content}]
+    async with serving(FakeEngine()) as server:
+        response = await server.chat(messages=messages, continue_final_message=True)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "continue_final_message"
 
 
 async def test_every_sampling_parameter_reaches_the_engine() -> None:

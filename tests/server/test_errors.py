@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -139,6 +140,9 @@ REPLAY: list[tuple[str, tuple[str, Any], int, str | None]] = [
     ("prompt fractional", T(prompt=[1.5]), 400, "prompt"),
     ("prompts too many", T(prompt=["a"] * 1025), 400, "prompt"),
     ("prompts times n too many", T(prompt=["a"] * 1000, n=2), 400, "n"),
+    ("text that no tokens could fit into the window", T(prompt="x" * 200_000), 400, "prompt"),
+    ("one message that no tokens could fit", C(messages=[{"role": "user", "content": "x" * 200_000}]), 400, "messages"),
+    ("one prompt of many over the window", T(prompt=["a", LONG, "b"]), 400, "prompt"),
     ("text over the window", T(prompt=LONG), 400, "prompt"),
     ("text over the window, streamed", T(prompt=LONG, stream=True), 400, "prompt"),
     # Numbers.
@@ -317,6 +321,16 @@ async def test_only_json_is_taken(server: ApiServer, content_type: str | None, s
     body = json.dumps(completion_body()).encode()
     response = await server.client.post("/v1/completions", content=body, headers=headers)
     assert response.status_code == status, response.text
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_compressed_body_is_refused_by_the_name_of_its_encoding(server: ApiServer) -> None:
+    body = json.dumps(completion_body()).encode()
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = await server.client.post("/v1/completions", content=gzip.compress(body), headers=headers)
+    assert check_error(response, 400)["code"] == "unsupported_content_encoding"
+    headers["content-encoding"] = "identity"
+    assert (await server.client.post("/v1/completions", content=body, headers=headers)).status_code == 200
 
 
 @pytest.mark.asyncio(loop_scope="module")
