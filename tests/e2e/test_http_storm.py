@@ -14,8 +14,9 @@ from tests.support.until import until
 # Small enough that requests queue, are preempted and share prefixes: 47 blocks for 32 requests of up to 8 each.
 SMALL = {"max_running": 32, "max_step_tokens": 128, "kv_cache_memory": "768KiB", "threads": 1}
 
-MEMORY_GROWTH_BYTES = 48 << 20
-"""Of any process over the soak: allocators round up, a leak of a few KiB per request would come to more."""
+MEMORY_GROWTH_BYTES = 24 << 20
+"""Of any process in the second half of the soak, which is 5 KB a request. The first half fills caches: kernels of all
+batch shapes in the engine, words of the tokenizer in the API processes."""
 
 
 async def wait_quiet(server: HeadraceServer, storm: Storm) -> None:
@@ -73,15 +74,15 @@ async def test_10000_clients_leave_nothing_behind(
         await server.wait_ready()
         processes = [server.core, *server.apis]
         storm = Storm(await server.url(), str(tiny_model))
-        await storm.run(1000, concurrency=128, seed=1)
+        await storm.run(5000, concurrency=128, seed=1)
         await wait_quiet(server, storm)
         descriptors = [process.num_fds() for process in processes]
         memory = [process.memory_info().rss for process in processes]
-        await storm.run(10_000, concurrency=128, seed=2)
+        await storm.run(5000, concurrency=128, seed=2)
         await wait_quiet(server, storm)
         await wait_descriptors(processes, descriptors)
         growth = [process.memory_info().rss - before for process, before in zip(processes, memory, strict=True)]
-        assert max(growth) < MEMORY_GROWTH_BYTES
+        assert max(growth) < MEMORY_GROWTH_BYTES, growth
         load = await server.load()
         with capsys.disabled():
             print(f"\n{storm.tally}\n{load}\nmemory growth {growth} bytes, descriptors {descriptors}")

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 COMMAND = "import sys; from server.cli.main import main; main()"
 CORE, API = "server.core_process", "server.api_process"
 EXIT_TIMEOUT_S = 60
+READY_TIMEOUT_S = 120
+"""A model of some size takes a while on a machine that does much else."""
 
 
 class HeadraceServer:
@@ -68,19 +70,18 @@ class HeadraceServer:
         return httpx.AsyncClient(base_url=await self.url(), timeout=60, limits=limits, trust_env=False)
 
     async def wait_ready(self) -> None:
-        """Return when every API process there is answers ready."""
+        """Return when the port answers ready. Of several API processes another may still refuse for a moment."""
         url = await self.url()
 
         async def is_ready() -> bool:
             assert self.process.poll() is None, self.text
-            # A connection of its own for each question, so that all processes are asked in the end.
             async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
                 try:
                     return (await client.get("/ready")).status_code == 200
                 except httpx.TransportError:
                     return False
 
-        await until(is_ready, "the server is ready")
+        await until(is_ready, "the server is ready", limit_s=READY_TIMEOUT_S)
 
     async def load(self) -> EngineLoad:
         async with await self.client() as client:

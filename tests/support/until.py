@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 LIMIT_S = 30.0
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], what: str) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, *, limit_s: float = LIMIT_S) -> None:
     """Return when it holds; fail with `what` after a time that only a hang reaches."""
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + limit_s
     while True:
         holds = condition()
         if holds if isinstance(holds, bool) else await holds:
             return
         if time.monotonic() > end:
-            raise AssertionError(f"not within {LIMIT_S:g} s: {what}")
+            raise AssertionError(f"not within {limit_s:g} s: {what}")
         await asyncio.sleep(0.005)
