@@ -42,6 +42,7 @@ class CueEngine:
         self.finished: list[tuple[str, int]] = []
         self.is_ready = True
         self.live = 0
+        self.at_its_act = asyncio.Event()
         self.ready_again = asyncio.Event()
         self.ended_as: str | None = None
         self.end = asyncio.Event()
@@ -60,6 +61,7 @@ class CueEngine:
         try:
             while True:
                 if index - start == count:
+                    self.at_its_act.set()
                     await act(self, request)
                 await asyncio.sleep(0)
                 if self.ended_as is not None:
@@ -380,8 +382,7 @@ async def test_closing_the_stream_behind_a_finish_is_a_good_end() -> None:
 async def test_cancelling_the_consumer_releases_everything(act: Act) -> None:
     stage = Stage(CueEngine([(3, act)]))
     task = asyncio.create_task(stage.collect(request()))
-    await until(lambda: len(stage.engines[0].seen) == 1, "it runs")
-    await asyncio.sleep(0.01)
+    await stage.engines[0].at_its_act.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

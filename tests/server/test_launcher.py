@@ -69,11 +69,21 @@ class Serve:
         return [child for child in self.process.children() if module in command(child)]
 
     async def ask(self, line: str) -> str:
+        return await (await self.begin(line))
+
+    async def begin(self, line: str) -> asyncio.Task[str]:
+        """Ask, and return the whole answer to come once its first line is there."""
         reader, writer = await asyncio.open_connection("127.0.0.1", await self.port())
         writer.write(f"{line}\n".encode())
-        answer = (await reader.read()).decode().strip()
-        writer.close()
-        return answer
+        first = await reader.readline()
+
+        async def read_all() -> str:
+            try:
+                return (first + await reader.read()).decode().strip()
+            finally:
+                writer.close()
+
+        return asyncio.create_task(read_all())
 
     async def exit_code(self) -> int:
         code: int = await asyncio.get_running_loop().run_in_executor(None, self.process.wait, 30)
@@ -119,8 +129,7 @@ async def test_streams_survive_the_engines_death_and_sigterm_ends_all(serve: typ
     assert directory.stat().st_mode & 0o777 == 0o700
     await until(lambda: "is ready" in server.text, "the card is printed")
 
-    streams = [asyncio.create_task(server.ask(f"{seed} 1500")) for seed in range(8)]
-    await asyncio.sleep(0.2)
+    streams = [await server.begin(f"{seed} 1500") for seed in range(8)]
     (core,) = server.children("scripted_engine")
     core.kill()
     await until(lambda: "starting it again" in server.text, "the engine is started again")
@@ -154,9 +163,7 @@ async def test_connections_are_taken_before_anything_behind_the_port_runs(serve:
 async def test_the_limit_of_the_drain_holds(serve: type[Serve]) -> None:
     server = serve(drain_timeout_s=0.2)
     await server.ask("engine")
-    stream = asyncio.create_task(server.ask("1 1000000"))
-    await until(lambda: bool(server.children("scripted_api")), "it runs")
-    await asyncio.sleep(0.2)
+    stream = await server.begin("1 1000000")
     server.process.terminate()
     assert await server.exit_code() == 0
     answer = (await stream).split()
@@ -168,8 +175,7 @@ async def test_the_limit_of_the_drain_holds(serve: type[Serve]) -> None:
 async def test_a_second_signal_ends_it_at_once(serve: type[Serve], tmp_path: Path, first: int) -> None:
     server = serve(drain_timeout_s=1000)
     await server.ask("engine")
-    stream = asyncio.create_task(server.ask("1 10000000"))
-    await asyncio.sleep(0.2)
+    stream = await server.begin("1 10000000")
     family = server.process.children()
     server.process.send_signal(first)
     await until(lambda: "stopping" in server.text, "the first signal arrived")
