@@ -26,10 +26,12 @@ async def _first_answer(targets: Sequence[Target], ask: Callable[[Engine], Await
 
 
 async def describe_any(targets: Sequence[Target]) -> EngineInfo:
+    """Return what the first engine that answers says of itself: they all serve the same model."""
     return await _first_answer(targets, lambda engine: engine.describe())
 
 
 async def fetch_from_any(targets: Sequence[Target], digest: str) -> bytes:
+    """Return a text asset from the first engine that has it: an asset is named by its content."""
     return await _first_answer(targets, lambda engine: engine.fetch_asset(digest))
 
 

@@ -32,6 +32,8 @@ class WatchedEngine(Engine, Protocol):
 
 @dataclass(frozen=True)
 class StaticTarget:
+    """A `Target` of a fixed list. Its owner opens and closes the engine."""
+
     target_id: str
     engine: WatchedEngine
 

@@ -33,6 +33,8 @@ class TextFiles:
 
 
 class Checkpoint(Protocol):
+    """An open model. Who opened it closes it, once every tensor is read."""
+
     @property
     def path(self) -> Path: ...
 

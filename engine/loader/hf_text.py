@@ -22,6 +22,7 @@ class HFText:
 
 
 def read_text(directory: Path, config: JsonFile) -> HFText:
+    """Read what belongs to text beside `config`, the directory's config.json. Raises ModelError naming the file."""
     tokenizer_path = directory / "tokenizer.json"
     tokenizer = JsonFile.read(tokenizer_path)
     settings = JsonFile.read_optional(directory / "tokenizer_config.json")

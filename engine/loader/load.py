@@ -92,6 +92,7 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
 
 
 def choose_device(name: str) -> torch.device:
+    """Return the device of a setting: "auto" is CUDA where there is one. Raises ConfigError when it is not here."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
