@@ -23,6 +23,7 @@ from router.pool import StaticPool, StaticTarget
 from router.supervisor import Supervisor
 from server import logs
 from server.config import ServeConfig
+from server.connection import Connection, raise_fd_limit
 from server.health import ServiceState
 
 CLOSE_TIMEOUT_S = 2
@@ -74,7 +75,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=Connection,
                 loop="uvloop",
                 ws="none",
                 lifespan="on",
@@ -131,6 +132,7 @@ async def serve(boot: Boot) -> None:
 def main() -> None:
     boot = msgspec.json.decode(sys.stdin.readline(), type=Boot)
     logs.configure(boot.config.log_level, boot.config.log_format)
+    raise_fd_limit()
     if boot.metrics_dir is not None:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = boot.metrics_dir
     with asyncio.Runner(loop_factory=uvicorn.Config("", loop="uvloop", log_config=None).get_loop_factory()) as runner:
