@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.plan import RowResult, StepPlan, StepResult
-from engine.protocol import AssetRef, EngineInfo, GenerateRequest, KVGroupSpec, SamplingParams, TextAssets
+from engine.protocol import GenerateRequest, KVGroupSpec, SamplingParams
+from tests.support.infos import engine_info
 
 MAX_STEP_TOKENS = 8192
 FULL = (KVGroupSpec(),)
@@ -54,24 +55,7 @@ class NullRunner:
 def make_core(
     specs: tuple[KVGroupSpec, ...], running: int, context: int, steps: int, in_flight: int
 ) -> tuple[EngineCore, NullRunner]:
-    info = EngineInfo(
-        model="null",
-        incarnation="0",
-        weights_digest="0",
-        architecture="null",
-        dtype="bfloat16",
-        device="cpu",
-        numerics="default",
-        operators="null",
-        max_model_len=2**20,
-        vocab_size=1000,
-        eos_ids=(0,),
-        block_size=64,
-        kv_groups=specs,
-        kv_capacity_tokens=2**24,
-        max_running=running,
-        text=TextAssets(tokenizer=AssetRef("0", 0)),
-    )
+    info = engine_info(max_model_len=2**20, kv_groups=specs, kv_capacity_tokens=2**24, max_running=running)
     config = EngineConfig(max_step_tokens=MAX_STEP_TOKENS, in_flight_steps=in_flight, max_running=running)
     runner = NullRunner(in_flight)
     # The first request goes on decoding while the last prompt is computed; none may end before the measured steps do.

@@ -8,31 +8,22 @@ import shlex
 
 import pytest
 
-from engine.protocol import AssetRef, EngineInfo, KVGroupSpec, TextAssets
+from engine.protocol import EngineInfo
 from server.card import card, print_card
+from tests.support.infos import engine_info
 
 
 def info(**changes: object) -> EngineInfo:
     values: dict[str, object] = {
         "model": "smollm2",
-        "incarnation": "i1",
-        "weights_digest": "00",
         "architecture": "llama",
         "dtype": "bfloat16",
-        "device": "cpu",
-        "numerics": "default",
         "operators": "torch",
         "max_model_len": 8192,
-        "vocab_size": 49152,
-        "eos_ids": (2,),
-        "block_size": 64,
-        "kv_groups": (KVGroupSpec(),),
         "kv_capacity_tokens": 20480,
-        "max_running": 64,
-        "text": TextAssets(tokenizer=AssetRef("ab", 1)),
         "threads": 2,
     }
-    return EngineInfo(**{**values, **changes})  # type: ignore[arg-type]
+    return engine_info(**{**values, **changes})
 
 
 def test_card_tells_everything_that_decides_tokens_and_capacity() -> None:

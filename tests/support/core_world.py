@@ -9,18 +9,10 @@ from dataclasses import dataclass, field
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.plan import NULL_BLOCK
-from engine.protocol import (
-    AssetRef,
-    EngineInfo,
-    GenerateRequest,
-    KVGroupSpec,
-    SamplingParams,
-    TextAssets,
-    TokenLogprobs,
-    TokenOutput,
-)
+from engine.protocol import EngineInfo, GenerateRequest, KVGroupSpec, SamplingParams, TokenLogprobs, TokenOutput
 from tests.support.fake_kv_port import FakeKVPort
 from tests.support.fake_runner import FakeRunner, expected_output, expected_prompt_logprobs
+from tests.support.infos import engine_info
 
 VOCAB_SIZE = 50
 EOS_ID = 0
@@ -31,33 +23,9 @@ def sliding(window_tokens: int) -> KVGroupSpec:
     return KVGroupSpec(kind="sliding_window", window_tokens=window_tokens)
 
 
-def make_info(
-    *,
-    specs: Sequence[KVGroupSpec] = (FULL,),
-    block_size: int = 4,
-    max_model_len: int = 256,
-    kv_capacity_tokens: int = 10_000,
-    max_running: int = 8,
-    vocab_size: int = VOCAB_SIZE,
-) -> EngineInfo:
-    return EngineInfo(
-        model="fake",
-        incarnation="0",
-        weights_digest="0",
-        architecture="fake",
-        dtype="float32",
-        device="cpu",
-        numerics="invariant",
-        operators="fake",
-        max_model_len=max_model_len,
-        vocab_size=vocab_size,
-        eos_ids=(EOS_ID,),
-        block_size=block_size,
-        kv_groups=tuple(specs),
-        kv_capacity_tokens=kv_capacity_tokens,
-        max_running=max_running,
-        text=TextAssets(tokenizer=AssetRef("0", 0)),
-    )
+def make_info(*, specs: Sequence[KVGroupSpec] = (FULL,), **fields: object) -> EngineInfo:
+    small: dict[str, object] = {"block_size": 4, "max_running": 8, "vocab_size": VOCAB_SIZE, "eos_ids": (EOS_ID,)}
+    return engine_info(**{**small, "kv_groups": tuple(specs), **fields})
 
 
 def make_request(

@@ -15,39 +15,30 @@ from engine.protocol import (
     EngineInfo,
     EngineLoad,
     GenerateRequest,
-    KVGroupSpec,
     TextAssets,
     TokenLogprobs,
     TokenOutput,
 )
 from engine.text.tokenizer import TextCodec
 from server.health import ServiceState
+from tests.support.infos import engine_info
 from tests.support.tiny_text import EOS_ID, VOCAB_SIZE, byte_ids, text_assets
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 512
 
 
-def engine_info(text: TextAssets, **changes: object) -> EngineInfo:
-    fields: dict[str, object] = {
+def tiny_info(text: TextAssets, **changes: object) -> EngineInfo:
+    """Describe an engine of tests/support/tiny_text.py's vocabulary."""
+    tiny: dict[str, object] = {
         "model": MODEL,
-        "incarnation": "one",
-        "weights_digest": "0" * 64,
-        "architecture": "fake",
-        "dtype": "float32",
-        "device": "cpu",
-        "numerics": "default",
-        "operators": "none",
         "max_model_len": MAX_MODEL_LEN,
         "vocab_size": VOCAB_SIZE,
         "eos_ids": (EOS_ID,),
-        "block_size": 64,
-        "kv_groups": (KVGroupSpec(),),
         "kv_capacity_tokens": 4096,
-        "max_running": 64,
         "text": text,
     }
-    return EngineInfo(**{**fields, **changes})  # type: ignore[arg-type]
+    return engine_info(**{**tiny, **changes})
 
 
 @dataclass
@@ -66,7 +57,7 @@ class FakeEngine:
 
     def __init__(self, *, with_template: bool = True, **info: object) -> None:
         text, self.assets = text_assets(with_template=with_template)
-        self.info = engine_info(text, **info)
+        self.info = tiny_info(text, **info)
         self.codec = TextCodec.from_assets(text, self.assets)
         self.reply: Callable[[GenerateRequest], list[int]] = self.echo
         self.cuts: list[int] = [1]

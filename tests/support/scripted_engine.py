@@ -1,7 +1,8 @@
 """A torch-free engine that speaks the real wire from a real process: `python -m tests.support.scripted_engine`.
 
 A token depends on the seed and its index alone, as the real engine's depends on its prefix, so that an undisturbed run
-can be compared with a disturbed one. EngineConfig.model is the script: "ok", or "bad-model", "crash-at-load".
+can be compared with a disturbed one. EngineConfig.model is the script: "ok", "bad-model",
+"bad-config" or "crash-at-load".
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from engine.protocol import (
     EngineLoad,
     FinishReason,
     GenerateRequest,
-    KVGroupSpec,
     TextAssets,
     TokenLogprobs,
     TokenOutput,
 )
 from server.core_process import CoreSpec, LoadedEngine, OnProgress, read_spec, run
 from server.parent_watch import child_command
+from tests.support.infos import engine_info
 
 POISON = 666
 """A prompt that begins with it kills the engine in its first step."""
@@ -142,20 +143,13 @@ class ScriptedCore:
 
 
 def scripted_info(config: EngineConfig) -> EngineInfo:
-    return EngineInfo(
+    return engine_info(
         model=config.model,
         incarnation="",
-        weights_digest="0",
         architecture="scripted",
-        dtype="none",
-        device="cpu",
-        numerics="invariant",
-        operators="none",
         max_model_len=config.max_model_len or 1 << 20,
         vocab_size=VOCAB,
-        eos_ids=(0,),
         block_size=config.block_size,
-        kv_groups=(KVGroupSpec(),),
         kv_capacity_tokens=1 << 20,
         max_running=config.max_running,
         text=TextAssets(tokenizer=AssetRef(hashlib.sha256(ASSET).hexdigest(), len(ASSET))),

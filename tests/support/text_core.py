@@ -16,7 +16,7 @@ from engine.errors import RequestError
 from engine.protocol import CachedTokens, EngineLoad, GenerateRequest, TokenOutput
 from engine.validation import validate
 from server.core_process import CoreSpec, LoadedEngine, OnProgress, run
-from tests.support.fake_engine import engine_info
+from tests.support.fake_engine import tiny_info
 from tests.support.tiny_text import byte_ids, text_assets
 
 ALPHABET = byte_ids(b"abcdefghijklmnopqrstuvwxyz")
@@ -35,7 +35,7 @@ class TextCore:
 
     def __init__(self, step_s: float) -> None:
         text, self.assets = text_assets()
-        self.info = engine_info(text, max_model_len=MAX_MODEL_LEN, kv_capacity_tokens=MAX_MODEL_LEN, max_running=4096)
+        self.info = tiny_info(text, max_model_len=MAX_MODEL_LEN, kv_capacity_tokens=MAX_MODEL_LEN, max_running=4096)
         self._step_s = step_s
         self._next_step_s = 0.0
         self._steps = 0
