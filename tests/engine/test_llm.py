@@ -311,6 +311,8 @@ def test_the_packaged_model_knows_the_capital_of_france() -> None:
     with LLM(max_running=2, max_model_len=512, threads=1) as smollm2:
         params = SamplingParams(temperature=0.0, max_tokens=24)
         completion = smollm2.chat([{"role": "user", "content": "What is the capital of France?"}], params)[0]
+        advised = smollm2.default_sampling
     assert "Paris" in completion.text
     assert completion.finish_reason == "stop"
     assert "<|im_end|>" not in completion.text
+    assert (advised.temperature, advised.top_p) == (0.2, 0.9)
