@@ -37,10 +37,6 @@ client has at most 16,384 requests and a few messages for each."""
 PROBE_INTERVAL_S = 0.5
 """ZeroMQ does not say when a peer leaves; sending to it does."""
 
-HEARTBEAT_INTERVAL_MS = 3_000
-HEARTBEAT_TIMEOUT_MS = 15_000
-"""ZeroMQ's own threads answer heartbeats, so only a stopped process or a dead link is late."""
-
 
 class Core(Protocol):
     """What the host needs of the engine. Request ids are the host's own. Every call returns at once."""
@@ -70,8 +66,8 @@ class WireHost:
         self._socket.set(zmq.MAXMSGSIZE, wire.MAX_CLIENT_FRAME_BYTES)
         self._socket.set(zmq.RCVHWM, UNHANDLED_LIMIT_MESSAGES)
         self._socket.set(zmq.SNDHWM, UNREAD_LIMIT_MESSAGES)
-        self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._socket.set(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_INTERVAL_MS)
+        self._socket.set(zmq.HEARTBEAT_TIMEOUT, wire.HEARTBEAT_TIMEOUT_MS)
         self._socket.set(zmq.LINGER, 1_000)
         self._socket.bind(address)
         self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)

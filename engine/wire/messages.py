@@ -30,6 +30,10 @@ MAX_ENGINE_FRAME_BYTES = 64 * 1024 * 1024
 
 ASSET_CHUNK_BYTES = 1024 * 1024
 
+HEARTBEAT_INTERVAL_MS = 3_000
+HEARTBEAT_TIMEOUT_MS = 15_000
+"""At both ends. ZeroMQ's own threads answer heartbeats, so only a stopped process or a dead link is late."""
+
 EngineState = Literal["loading", "ready", "draining", "failed"]
 
 
@@ -41,10 +45,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Run a request under the peer's own id, which is free again once its terminal output was sent."""
+
     request: GenerateRequest
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """`Engine.finish`: output tokens from `keep_tokens` on are overshoot."""
+
     request_id: str
     keep_tokens: int
 
@@ -54,6 +62,8 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The engine may send `count` more Outputs than it was allowed before."""
+
     count: int
 
 
@@ -85,6 +95,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=32):
 
 
 class VersionRefused(msgspec.Struct, frozen=True, array_like=True, tag=33):
+    """The two ends cannot talk: the versions are those of the wire."""
+
     engine_version: int
     client_version: int
 
@@ -122,6 +134,8 @@ class InfoReply(msgspec.Struct, frozen=True, array_like=True, tag=38):
 
 
 class AssetReply(msgspec.Struct, frozen=True, array_like=True, tag=39):
+    """Part of an asset of `size_bytes` in all; `data` is empty behind its end."""
+
     call_id: int
     size_bytes: int
     data: bytes

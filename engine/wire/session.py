@@ -11,15 +11,11 @@ from collections.abc import Callable
 
 import zmq
 
-from engine.wire.messages import MAX_ENGINE_FRAME_BYTES
+from engine.wire.messages import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS, MAX_ENGINE_FRAME_BYTES
 
 RECONNECT_INTERVAL_MS = 50
 RECONNECT_INTERVAL_MAX_MS = 250
 """Bounds how long a client does not notice an engine that has come back, or that says why it does not."""
-
-HEARTBEAT_INTERVAL_MS = 3_000
-HEARTBEAT_TIMEOUT_MS = 15_000
-"""ZeroMQ's own threads answer heartbeats, so only a stopped process or a dead link is late."""
 
 
 class Session:
