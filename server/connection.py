@@ -67,6 +67,7 @@ class Connection(HttpToolsProtocol):
         self._linger_alarm = _Alarm(self.loop)
         self._stall_alarm = _Alarm(self.loop)
         self._head_bytes = 0
+        self._unframed_bytes = 0
         self._in_head = False
         self._in_body = False
         self._skipping_head = False
@@ -98,6 +99,7 @@ class Connection(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         went_on = self._in_head
+        self._unframed_bytes += len(data)
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
@@ -109,6 +111,8 @@ class Connection(HttpToolsProtocol):
             return
         if self._in_head:
             self._watch_head(len(data) if went_on else 0)
+        elif self._in_body and self._unframed_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()  # an endless trailer or chunk extension
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -146,6 +150,10 @@ class Connection(HttpToolsProtocol):
         if self.pipeline and len(self.pipeline) < MAX_PIPELINED:
             # Read on all the same: only a read tells that the client has gone.
             self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        self._unframed_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -207,7 +215,7 @@ class Connection(HttpToolsProtocol):
             raise _HeadTooLargeError
 
     def _refuse_head(self) -> None:
-        message = f"The request's URL and headers are larger than {MAX_HEAD_BYTES} bytes."
+        message = f"The request's URL, headers or trailers are larger than {MAX_HEAD_BYTES} bytes."
         self._refuse(431, message, "invalid_request_error", "headers_too_large")
 
     def _refuse_slow_head(self) -> None:

@@ -60,6 +60,15 @@ class BodyTooLargeError(RequestError):
         super().__init__(f"The request body is larger than {limit_bytes} bytes.")
 
 
+class BodyTooSlowError(RequestError):
+    """The body did not arrive in time."""
+
+    code = "request_timeout"
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"The request body did not arrive within {timeout_s:g} s.")
+
+
 class ClientGoneError(HeadraceError):
     """The client closed its connection: nobody reads the answer."""
 
@@ -80,6 +89,7 @@ class Rule:
 TABLE: tuple[Rule, ...] = (
     Rule(UnknownModelError, 404, "invalid_request_error"),
     Rule(BodyTooLargeError, 413, "invalid_request_error"),
+    Rule(BodyTooSlowError, 408, "invalid_request_error"),
     Rule(RequestError, 400, "invalid_request_error"),
     Rule(LoadingError, 503, "service_unavailable_error", "after"),
     Rule(DrainingError, 503, "service_unavailable_error", "after"),

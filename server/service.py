@@ -13,6 +13,7 @@ from server.config import ServeConfig
 from server.errors import UnknownModelError
 from server.health import Readiness, ServiceState
 from server.metrics import ServerMetrics
+from server.request_body import BodyMemory
 from server.text_service import TextService
 from server.traffic import Traffic, draining_error
 
@@ -29,6 +30,7 @@ class Service:
         self.config = config
         self.metrics = ServerMetrics()
         self.traffic = Traffic()
+        self.body_memory = BodyMemory(config.max_body_bytes)
         self._readiness = readiness
         self._scope_secret = scope_secret or secrets.token_bytes(32)
         self._text: TextService | None = None

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked body. Bounds what is read and parsed; says where JSON is broken."""
+"""From the bytes of a request to a checked body. Bounds what is parsed; says where JSON is broken."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import TypeVar
 
 import pydantic_core
 from pydantic import ValidationError
-from starlette.types import Receive, Scope
 
 from engine.errors import RequestError
-from server.errors import BodyTooLargeError, ClientGoneError, error_from_validation
+from server.errors import error_from_validation
 from server.openai.fields import GenerationBody, without_nulls
 
 B = TypeVar("B", bound=GenerationBody)
@@ -21,55 +20,6 @@ MAX_MEMBERS = 200_000
 """Objects, lists and members of objects in a body. Text and token ids are cheap by the megabyte, structure is not: what
 16 MB of empty objects turn into would keep every stream of the process waiting for a minute."""
 MAX_STRINGS = 2 * MAX_MEMBERS
-DISCARD_FACTOR = 4
-"""How much of a too large body is read and dropped, in limits, so that its sender gets to read the answer."""
-
-
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """Return the body, at most `limit_bytes` long, however it is framed. Raises ClientGoneError when it breaks off."""
-    _check_content_headers(scope)
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError("The client closed its connection inside the body.")
-        part = message.get("body", b"")
-        size += len(part)
-        if size <= limit_bytes:
-            parts.append(part)
-        else:
-            parts.clear()
-        more = message.get("more_body", False)
-        if size > limit_bytes and (not more or size > limit_bytes * DISCARD_FACTOR):
-            raise BodyTooLargeError(limit_bytes)
-        if not more:
-            return b"".join(parts)
-
-
-def _check_content_headers(scope: Scope) -> None:
-    for name, value in scope["headers"]:
-        if name == b"content-type":
-            _check_content_type(value)
-        elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
-            raise RequestError(
-                f"The content encoding '{_shown(value)}' is not supported: send the body as it is.",
-                code="unsupported_content_encoding",
-            )
-
-
-def _check_content_type(value: bytes) -> None:
-    """JSON or no type at all. Forms and plain text are what other sites' pages can make a browser send."""
-    kind = value.split(b";")[0].strip().lower()
-    if kind not in (b"", b"application/json") and not kind.endswith(b"+json"):
-        raise RequestError(
-            f"The content type '{_shown(kind)}' is not supported: send 'Content-Type: application/json'.",
-            code="unsupported_content_type",
-        )
-
-
-def _shown(header: bytes) -> str:
-    return header[:80].decode("latin-1")
 
 
 async def parse_body(body: bytes, model: type[B]) -> B:

@@ -17,9 +17,9 @@ from typing import Protocol
 from starlette.types import Receive, Scope, Send
 
 from server.errors import ClientGoneError, reply_to
-from server.openai.body import read_body
 from server.openai.generation import Answer, ChoiceRun, Piece, RequestClock, Usage, collect, merged, usage_of
 from server.openai.sse import DONE, KEEP_ALIVE
+from server.request_body import Body
 from server.service import Service
 from server.traffic import draining_error
 
@@ -69,21 +69,24 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, channel = self.service, Channel(send)
-        clock = RequestClock(service.metrics)
+        clock, body = RequestClock(service.metrics), Body(service.body_memory)
         try:
             service.require_text()
-            body = await read_body(scope, receive, service.config.max_body_bytes)
+            await body.read(scope, receive)
             work = service.traffic.start(self._answer(body, channel, clock))
             await _while_connected(receive, work)
         except ClientGoneError:
             service.metrics.client_disconnects.inc()
         except Exception as error:
             await channel.fail(error)
+        finally:
+            body.release()
 
-    async def _answer(self, body: bytes, channel: Channel, clock: RequestClock) -> None:
+    async def _answer(self, body: Body, channel: Channel, clock: RequestClock) -> None:
         """Answer in full. Cancelled by the client's leaving, or by the end of a drain, which the client is told of."""
         try:
-            prepared = await self.prepare(self.service, body)
+            prepared = await self.prepare(self.service, body.take())
+            body.release()
             if prepared.ignored:
                 self.service.metrics.ignored_params.inc(len(prepared.ignored))
                 channel.add_header(b"x-ignored-params", ", ".join(prepared.ignored))

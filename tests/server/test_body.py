@@ -1,16 +1,25 @@
-"""Bodies that are all structure are refused by a count before anything is built of them; large text is welcome."""
+"""Bodies are bounded: their structure before anything is built of it, their time, and the memory of all together."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
 
 import pytest
+from starlette.types import Message
 
-from engine.errors import RequestError
+from engine.errors import PressureError, RequestError
+from server import request_body
+from server.errors import BodyTooLargeError, BodyTooSlowError, ClientGoneError
 from server.openai.body import MAX_MEMBERS, MAX_STRINGS, parse_body
 from server.openai.chat_body import MAX_MESSAGES, ChatBody
 from server.openai.completion_body import CompletionBody
 from server.openai.fields import GenerationBody
+from server.request_body import FREE_BYTES, HELD_BODIES, Body, BodyMemory
+
+SCOPE = {"headers": []}
+LIMIT = 100_000
 
 
 def many(unit: str, count: int) -> str:
@@ -76,3 +85,73 @@ async def test_a_long_list_of_faults_costs_one_message(body: bytes, model: type[
         await parse_body(body, model)
     assert caught.value.param == param
     assert len(str(caught.value)) < 500
+
+
+class Sender:
+    """What a client sends, as messages of ASGI; behind the last one nothing comes."""
+
+    def __init__(self, *parts: bytes, complete: bool = True) -> None:
+        self._messages: Iterator[Message] = iter(
+            {"type": "http.request", "body": part, "more_body": not (complete and i == len(parts) - 1)}
+            for i, part in enumerate(parts)
+        )
+
+    async def __call__(self) -> Message:
+        for message in self._messages:
+            return message
+        await asyncio.Event().wait()
+        raise AssertionError("not reached")
+
+
+async def test_a_body_is_what_its_parts_are() -> None:
+    memory = BodyMemory(LIMIT)
+    body = Body(memory)
+    await body.read(SCOPE, Sender(b"a" * 70_000, b"", b"b"))
+    assert body.take() == b"a" * 70_000 + b"b"
+    assert memory.held_bytes == 70_001 - FREE_BYTES
+    body.release()
+    body.release()
+    assert memory.held_bytes == 0
+
+
+@pytest.mark.parametrize("parts", [[b"a" * (LIMIT + 1)], [b"a" * LIMIT, b"a"], [b"a" * LIMIT] * 9])
+async def test_a_body_over_the_limit_is_held_no_longer(parts: list[bytes]) -> None:
+    memory = BodyMemory(LIMIT)
+    body = Body(memory)
+    with pytest.raises(BodyTooLargeError):
+        await body.read(SCOPE, Sender(*parts))
+    assert memory.held_bytes == 0
+
+
+async def test_many_large_bodies_at_once_are_refused_and_small_ones_are_not() -> None:
+    memory = BodyMemory(LIMIT)
+    bodies = [Body(memory) for _ in range(100)]
+
+    async def read(body: Body) -> bool:
+        try:
+            await body.read(SCOPE, Sender(b"a" * LIMIT))
+        except PressureError:
+            return False
+        return True
+
+    taken = sum([await read(body) for body in bodies])
+    assert HELD_BODIES <= taken < 100
+    assert memory.held_bytes <= HELD_BODIES * LIMIT
+    await Body(memory).read(SCOPE, Sender(b"a" * FREE_BYTES))
+    for body in bodies:
+        body.release()
+    assert memory.held_bytes == 0
+
+
+async def test_a_body_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_body, "BODY_TIMEOUT_S", 0.01)
+    with pytest.raises(BodyTooSlowError):
+        await Body(BodyMemory(LIMIT)).read(SCOPE, Sender(b"a", b"b", complete=False))
+
+
+async def test_a_body_that_breaks_off_is_nobodys_fault() -> None:
+    async def gone() -> Message:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientGoneError):
+        await Body(BodyMemory(LIMIT)).read(SCOPE, gone)

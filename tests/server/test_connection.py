@@ -81,18 +81,22 @@ async def test_broken_http_gets_the_apis_own_error(data: bytes, caplog: pytest.L
     assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
 
 
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
 ENDLESS_HEADS = {
     "url": (b"GET /", b"a" * 10_000),
     "query": (b"GET /health?", b"a" * 10_000),
     "header": (b"GET /health HTTP/1.1\r\nX: ", b"a" * 10_000),
     "header name": (b"GET /health HTTP/1.1\r\n", b"a" * 10_000),
     "headers": (b"GET /health HTTP/1.1\r\n", b"X: a\r\n" * 1_000),
+    "trailer": (CHUNKED + b"0\r\nX: ", b"a" * 10_000),
+    "trailers": (CHUNKED + b"0\r\n", b"X: a\r\n" * 1_000),
+    "chunk extension": (CHUNKED + b"5;a=", b"a" * 10_000),
     "headers of a second request": (b"GET /health HTTP/1.1\r\n\r\nGET /health HTTP/1.1\r\n", b"X: a\r\n" * 1_000),
 }
 
 
 @pytest.mark.parametrize(("begin", "more"), ENDLESS_HEADS.values(), ids=ENDLESS_HEADS)
-async def test_an_endless_head_is_refused(begin: bytes, more: bytes) -> None:
+async def test_endless_framing_is_refused(begin: bytes, more: bytes) -> None:
     async with serving(FakeEngine()) as server, connected(server) as (reader, writer):
         writer.write(begin)
         reading = asyncio.create_task(reader.read())

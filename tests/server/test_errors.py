@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from engine import errors as tree
 from server.config import ServeConfig
-from server.errors import TABLE, BodyTooLargeError, ClientGoneError, UnknownModelError, reply_to
+from server.errors import TABLE, BodyTooLargeError, BodyTooSlowError, ClientGoneError, UnknownModelError, reply_to
 from tests.support.api_server import ApiServer, chat_body, completion_body, serving
 from tests.support.fake_engine import MAX_MODEL_LEN, FakeEngine
 from tests.support.tiny_text import VOCAB_SIZE
@@ -35,6 +35,7 @@ def every_subclass(base: type[BaseException]) -> list[type[BaseException]]:
         (tree.UnsupportedError("m"), 400, "invalid_request_error", "unsupported_parameter", None),
         (UnknownModelError("x", ["y"]), 404, "invalid_request_error", "model_not_found", None),
         (BodyTooLargeError(5), 413, "invalid_request_error", "request_too_large", None),
+        (BodyTooSlowError(5), 408, "invalid_request_error", "request_timeout", None),
         (tree.PressureError("m", retry_after_s=0.2), 429, "rate_limit_error", "server_is_overloaded", RETRY_IN_1_S),
         (tree.PressureError("m", retry_after_s=999), 429, "rate_limit_error", "server_is_overloaded",
          ("retry-after", "60")),
