@@ -190,14 +190,14 @@ class Scheduler:
         if group is None or not self._prefix_cache or request.prompt_logprobs_missing:
             return False
         leader = self._leaders.get(group)
-        return (
-            leader is not None
-            and leader.state in (RequestState.RUNNING, RequestState.WAITING_KV)
-            and leader.publishes
-            and leader.published_blocks < leader.prompt_len // self.kv.block_size
-            and leader.spec.prompt_ids == request.spec.prompt_ids
-            and leader.spec.cache_scope == request.spec.cache_scope
-        )
+        if leader is None or leader.state not in (RequestState.RUNNING, RequestState.WAITING_KV):
+            return False
+        shared = leader.prompt_len // self.kv.block_size
+        if not leader.publishes or leader.published_blocks >= shared:
+            return False
+        # One key for all of the blocks, and for the scope: asked of every follower in every step of a long prefill.
+        keys = request.chain.extend(request.tokens)
+        return len(keys) >= shared and keys[shared - 1] == leader.chain.keys[shared - 1]
 
     def _admit(self, request: Request, draft: StepDraft) -> bool:
         """Give a waiting request a slot, blocks and a row; or start its load. Return False when there is no room."""

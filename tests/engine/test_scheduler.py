@@ -203,6 +203,17 @@ def test_choices_of_one_request_share_one_prefill() -> None:
     assert len({tuple(attempt.emitted) for attempt in attempts}) > 1
 
 
+def test_only_the_same_prompt_in_the_same_scope_waits_for_a_leader() -> None:
+    world = World(block_size=4, max_step_tokens=64)
+    world.submit(make_request("leader", prompt=range(1, 21), group_id="g", max_tokens=4))
+    world.submit(make_request("same", prompt=range(1, 21), group_id="g", max_tokens=4))
+    world.submit(make_request("prompt", prompt=[9, *range(2, 21)], group_id="g", max_tokens=4))
+    world.submit(make_request("scope", prompt=range(1, 21), group_id="g", max_tokens=4, cache_scope=b"b" * 32))
+    world.step()
+    assert [request.request_id for request in world.core.scheduler.waiting] == ["same"]
+    world.run()
+
+
 def test_a_leader_that_is_aborted_leaves_nobody_waiting() -> None:
     world = World(block_size=4, max_step_tokens=4)
     for j in range(3):
