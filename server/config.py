@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from engine.config import EngineConfig
+from server.logs import LogFormat
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,4 +24,4 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_s: float = 120.0
     sse_keep_alive_s: float = 15.0
     log_level: str = "info"
-    log_format: Literal["text", "json"] = "text"
+    log_format: LogFormat = "text"

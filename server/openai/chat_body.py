@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from server.openai.fields import INT64, MAX_LOGPROBS, GenerationBody, Whole
+from engine.validation import MAX_LOGPROBS
+from server.openai.fields import INT64, GenerationBody, Whole
 
 MAX_MESSAGES = 16_384
 """Far more than windows hold: a message costs some tokens even when it is empty."""

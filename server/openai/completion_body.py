@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.openai.fields import MAX_LOGPROBS, GenerationBody, Whole
+from engine.validation import MAX_LOGPROBS
+from server.openai.fields import GenerationBody, Whole
 
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16

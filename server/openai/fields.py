@@ -13,12 +13,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Pl
 from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
+from engine.validation import MAX_STOP_TOKEN_IDS
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
-MAX_STOP_TOKENS = 256
-MAX_LOGPROBS = 20
 INT64 = 2**63
 
 
@@ -42,7 +41,14 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Stop = Annotated[
     list[str],
     PlainValidator(_stop),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 16}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS},
+            ]
+        }
+    ),
 ]
 
 
@@ -69,7 +75,7 @@ class GenerationBody(BaseModel):
     min_tokens: Annotated[Whole, Field(ge=0, lt=INT64)] = 0
     stop: Stop = []
     stop_token_ids: Annotated[
-        list[Annotated[Whole, Field(ge=0, lt=2**32)]], Field(max_length=MAX_STOP_TOKENS), FailFast()
+        list[Annotated[Whole, Field(ge=0, lt=2**32)]], Field(max_length=MAX_STOP_TOKEN_IDS), FailFast()
     ] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
