@@ -1,7 +1,7 @@
 """One API process: the HTTP application on an inherited socket, in front of an engine core in another process.
 
-`python -m server.api_process` reads its `Boot` as one line of JSON on stdin. SIGTERM drains: new requests are refused,
-running ones get `drain_timeout_s`, exit code 0. A second signal ends it at once.
+`python -m server.api_process` reads its `ApiSpec` as one line of JSON on stdin. SIGTERM drains: new requests are
+refused, running ones get `drain_timeout_s`, exit code 0. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -22,24 +22,13 @@ from engine.wire.client import RemoteEngine
 from router.pool import StaticPool, StaticTarget
 from router.supervisor import Supervisor
 from server import logs
+from server.api_spec import ApiSpec
 from server.config import ServeConfig
 from server.connection import Connection, raise_fd_limit
 from server.health import ServiceState
 
 CLOSE_TIMEOUT_S = 2
 """For connections that do not close although nothing runs on them."""
-
-
-class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """`listen_fd` is a listening socket, shared by all API processes. `scope_secret` (hex) is shared as well, and so is
-    `metrics_dir`, which is needed when there are several processes.
-    """
-
-    config: ServeConfig
-    listen_fd: int
-    core_address: str
-    scope_secret: str | None = None
-    metrics_dir: str | None = None
 
 
 class RemoteReadiness:
@@ -113,30 +102,30 @@ class DrainingServer(uvicorn.Server):
                 loop.remove_signal_handler(signal_number)
 
 
-async def serve(boot: Boot) -> None:
+async def serve(spec: ApiSpec) -> None:
     # Imported late: prometheus_client decides at import whether its counters are shared between processes.
     from server.app import build_app
 
-    remote = RemoteEngine(boot.core_address)
+    remote = RemoteEngine(spec.core_address)
     remote.open()
-    engine = Supervisor(StaticPool([StaticTarget(boot.core_address, remote)]))
-    secret = None if boot.scope_secret is None else bytes.fromhex(boot.scope_secret)
-    app = build_app(engine, config=boot.config, state=RemoteReadiness(remote), scope_secret=secret)
+    engine = Supervisor(StaticPool([StaticTarget(spec.core_address, remote)]))
+    secret = None if spec.scope_secret is None else bytes.fromhex(spec.scope_secret)
+    app = build_app(engine, config=spec.config, state=RemoteReadiness(remote), scope_secret=secret)
     try:
-        with socket.socket(fileno=boot.listen_fd) as listener:
-            await DrainingServer(app, boot.config).serve([listener])
+        with socket.socket(fileno=spec.listen_fd) as listener:
+            await DrainingServer(app, spec.config).serve([listener])
     finally:
         remote.close()
 
 
 def main() -> None:
-    boot = msgspec.json.decode(sys.stdin.readline(), type=Boot)
-    logs.configure(boot.config.log_level, boot.config.log_format)
+    spec = msgspec.json.decode(sys.stdin.readline(), type=ApiSpec)
+    logs.configure(spec.config.log_level, spec.config.log_format)
     raise_fd_limit()
-    if boot.metrics_dir is not None:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = boot.metrics_dir
+    if spec.metrics_dir is not None:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = spec.metrics_dir
     with asyncio.Runner(loop_factory=uvicorn.Config("", loop="uvloop", log_config=None).get_loop_factory()) as runner:
-        runner.run(serve(boot))
+        runner.run(serve(spec))
 
 
 if __name__ == "__main__":

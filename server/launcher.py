@@ -19,6 +19,7 @@ import msgspec
 
 from engine.errors import ConfigError, HeadraceError, ModelError
 from engine.wire.client import RemoteEngine
+from server.api_spec import ApiSpec
 from server.card import print_card
 from server.child import Child, ChildSpec
 from server.config import ServeConfig
@@ -37,17 +38,6 @@ STOP_GRACE_S = 5.0
 
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel's limit is 107 on Linux and 103 on macOS."""
-
-
-class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON line that an API process gets on stdin. `scope_secret` (hex) and `metrics_dir` are shared by all of one
-    server; the second is for metrics that are summed over several processes."""
-
-    config: ServeConfig
-    listen_fd: int
-    core_address: str
-    scope_secret: str
-    metrics_dir: str | None
 
 
 def run(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from server.api_process import Boot
+from server.api_spec import ApiSpec
 from server.config import ServeConfig
 
 STOP_TIMEOUT_S = 20
@@ -47,7 +47,7 @@ def api_processes(
     processes: list[ApiProcess] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        boot = Boot(
+        spec = ApiSpec(
             config=config or ServeConfig(),
             listen_fd=listener.fileno(),
             core_address=address,
@@ -55,7 +55,7 @@ def api_processes(
         )
         try:
             for _ in range(count):
-                processes.append(ApiProcess(url, _start(boot)))  # noqa: PERF401 - each one is to be ended, also if the next fails
+                processes.append(ApiProcess(url, _start(spec)))  # noqa: PERF401 - each one is to be ended, also if the next fails
             yield processes
         finally:
             for one in processes:
@@ -63,14 +63,14 @@ def api_processes(
                 one.process.wait()
 
 
-def _start(boot: Boot) -> subprocess.Popen[bytes]:
+def _start(spec: ApiSpec) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "server.api_process"],
         stdin=subprocess.PIPE,
-        pass_fds=(boot.listen_fd,),
+        pass_fds=(spec.listen_fd,),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(boot) + b"\n")
+    process.stdin.write(msgspec.json.encode(spec) + b"\n")
     process.stdin.close()
     return process

@@ -20,7 +20,7 @@ from engine.protocol import GenerateRequest, SamplingParams
 from engine.wire.client import RemoteEngine
 from router.pool import StaticPool, StaticTarget
 from router.supervisor import Supervisor
-from server.launcher import ApiSpec
+from server.api_spec import ApiSpec
 
 
 class ScriptedApi:
