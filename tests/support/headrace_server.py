@@ -15,6 +15,7 @@ import msgspec
 import psutil
 
 from engine.protocol import EngineLoad
+from tests.support.raw_http import exchange
 from tests.support.until import until
 
 ROOT = Path(__file__).parents[2]
@@ -71,23 +72,24 @@ class HeadraceServer:
 
     async def wait_ready(self) -> None:
         """Return when the port answers ready. Of several API processes another may still refuse for a moment."""
-        url = await self.url()
 
         async def is_ready() -> bool:
             assert self.process.poll() is None, self.text
-            async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-                try:
-                    return (await client.get("/ready")).status_code == 200
-                except httpx.TransportError:
-                    return False
+            try:
+                return (await self.get("/ready"))[0] == 200
+            except ConnectionError:
+                return False
 
         await until(is_ready, "the server is ready", limit_s=READY_TIMEOUT_S)
 
+    async def get(self, path: str) -> tuple[int, str]:
+        """Return status and body."""
+        return await exchange(await self.url(), path)
+
     async def load(self) -> EngineLoad:
-        async with await self.client() as client:
-            answer = await client.get("/load")
-        assert answer.status_code == 200, answer.text
-        return msgspec.json.decode(answer.content, type=EngineLoad)
+        status, text = await self.get("/load")
+        assert status == 200, text
+        return msgspec.json.decode(text, type=EngineLoad)
 
     async def wait_idle(self) -> EngineLoad:
         """Return the load once nothing runs or waits."""
@@ -101,8 +103,7 @@ class HeadraceServer:
 
     async def metrics(self) -> dict[str, float]:
         """Return the samples by name and labels, as they stand in the exposition."""
-        async with await self.client() as client:
-            lines = (await client.get("/metrics")).text.splitlines()
+        lines = (await self.get("/metrics"))[1].splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
         return {name: float(value) for name, value in pairs}
 

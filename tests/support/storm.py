@@ -11,9 +11,9 @@ import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from tests.support.api_server import event_data
+from tests.support.raw_http import exchange, send
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 STOP_STRINGS = ["a", "e", "i", "o", "\n"]
@@ -185,43 +185,6 @@ def _leave(writer: asyncio.StreamWriter, rng: random.Random) -> None:
         writer.close()
     else:
         writer.transport.abort()
-
-
-async def send(
-    url: str, path: str, body: object, *, missing_bytes: int = 0
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request over a connection of its own, which the caller closes in the way that it wants to."""
-    address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    data = json.dumps(body).encode()
-    length = len(data) + missing_bytes
-    head = f"POST {path} HTTP/1.1\r\nHost: storm\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
-    writer.write(head.encode() + data)
-    return reader, writer
-
-
-async def exchange(url: str, path: str, body: object) -> tuple[int, str]:
-    """Send a request and return the status and the text of the whole answer."""
-    reader, writer = await send(url, path, body)
-    try:
-        head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
-    finally:
-        writer.close()
-    assert head, "the connection was closed without an answer"
-    if b"transfer-encoding: chunked" in head.lower():
-        rest = _joined_chunks(rest)
-    return int(head.split(b" ", 2)[1]), rest.decode()
-
-
-def _joined_chunks(data: bytes) -> bytes:
-    parts, position = [], 0
-    while True:
-        line_end = data.index(b"\r\n", position)
-        size = int(data[position:line_end], 16)
-        if size == 0:
-            return b"".join(parts)
-        parts.append(data[line_end + 2 : line_end + 2 + size])
-        position = line_end + 2 + size + 2
 
 
 async def _next_event(reader: asyncio.StreamReader) -> bool:
