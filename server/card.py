@@ -37,6 +37,22 @@ def card(info: EngineInfo, url: str) -> str:
     return "\n".join([*lines, "", _curl(info.model, base), ""])
 
 
+def facts(info: EngineInfo) -> dict[str, str | int]:
+    """What the card tells, for a log that is read by machines."""
+    return {
+        "version": VERSION,
+        "architecture": info.architecture,
+        "device": info.device,
+        "threads": info.threads,
+        "dtype": info.dtype,
+        "numerics": info.numerics,
+        "operators": info.operators,
+        "max_model_len": info.max_model_len,
+        "kv_capacity_tokens": info.kv_capacity_tokens,
+        "block_size": info.block_size,
+    }
+
+
 def _capacity(info: EngineInfo) -> str:
     """Tokens that fit, and how many requests of a full window that is."""
     at_once = info.kv_capacity_tokens / info.max_model_len

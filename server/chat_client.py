@@ -68,15 +68,17 @@ class ChatClient:
             connection.close()
 
     def first_model(self, on_wait: Callable[[str], None], patience_s: float = 900.0) -> str:
-        """The name of the first served model, once the server is ready. `on_wait` gets what it says until then."""
-        give_up = time.monotonic() + patience_s
+        """The name of the first served model, once the server is ready. `on_wait` gets what it says until then, once."""
+        give_up, told = time.monotonic() + patience_s, ""
         while True:
             try:
                 names = self.models()
             except NotReadyError as error:
                 if time.monotonic() > give_up:
                     raise
-                on_wait(str(error))
+                if str(error) != told:
+                    told = str(error)
+                    on_wait(told)
                 time.sleep(error.retry_after_s)
                 continue
             if not names:

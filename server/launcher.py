@@ -20,7 +20,7 @@ import msgspec
 from engine.errors import ConfigError, HeadraceError, ModelError
 from engine.wire.client import RemoteEngine
 from server.api_spec import ApiSpec
-from server.card import print_card
+from server.card import facts, print_card
 from server.child import Child, ChildSpec
 from server.config import ServeConfig
 from server.core_process import CoreSpec
@@ -54,7 +54,7 @@ def run(
         log.info("listening on %s", url)
         core = _core_child(config, core_module, address)
         apis = _api_children(config, api_module, address, listener.fileno(), directory)
-        return asyncio.run(Launcher(core, apis, address, url, config.drain_timeout_s).run())
+        return asyncio.run(Launcher(core, apis, address, url, config).run())
 
 
 def _core_child(config: ServeConfig, module: str, address: str) -> ChildSpec:
@@ -88,14 +88,13 @@ def _api_children(config: ServeConfig, module: str, address: str, fd: int, direc
 class Launcher:
     """The children of one server, from their start to their end. Lives for one `run()`."""
 
-    def __init__(
-        self, core: ChildSpec, apis: Sequence[ChildSpec], address: str, url: str, drain_timeout_s: float
-    ) -> None:
+    def __init__(self, core: ChildSpec, apis: Sequence[ChildSpec], address: str, url: str, config: ServeConfig) -> None:
         self._core = Child(core, final_codes={MODEL_FAILED_CODE})
         self._apis = [Child(api) for api in apis]
         self._engine = RemoteEngine(address)
         self._url = url
-        self._drain_timeout_s = drain_timeout_s
+        self._drain_timeout_s = config.drain_timeout_s
+        self._log_format = config.log_format
         self._stop = asyncio.Event()
         self._signals: list[int] = []
 
@@ -142,6 +141,9 @@ class Launcher:
         await show_loading(self._engine)
         info = await self._engine.wait_ready()
         await wait_answering(self._url)
+        if self._log_format == "json":  # Who parses the log finds one object on every line.
+            log.info("%s is ready at %s", info.model, self._url, extra=facts(info))
+            return
         log.info("%s is ready at %s", info.model, self._url)
         print_card(info, self._url)
 

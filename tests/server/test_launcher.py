@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -158,6 +159,16 @@ async def test_connections_are_taken_before_anything_behind_the_port_runs(serve:
     server = serve()
     with socket.create_connection(("127.0.0.1", await server.port())):
         pass
+
+
+async def test_a_json_log_holds_one_object_on_every_line(serve: type[Serve]) -> None:
+    server = serve(log_format="json")
+    await until(lambda: "is ready" in server.text, "it is ready")
+    server.process.terminate()
+    assert await server.exit_code() == 0
+    events = [json.loads(line) for line in server.text.splitlines()]
+    (ready,) = (event for event in events if "is ready" in event["message"])
+    assert ready["kv_capacity_tokens"] > 0
 
 
 async def test_the_limit_of_the_drain_holds(serve: type[Serve]) -> None:
