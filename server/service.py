@@ -21,6 +21,10 @@ logger = logging.getLogger("headrace.http")
 
 RETRY_DESCRIBE_S = 0.2
 
+PREPARING = 32
+"""Requests that are parsed and tokenised at once. Of thousands that arrive together the others wait, so that streams and
+probes get their turn in between."""
+
 
 class Service:
     """Opens before the model is ready and refuses its routes until then."""
@@ -31,6 +35,7 @@ class Service:
         self.metrics = ServerMetrics()
         self.traffic = Traffic()
         self.body_memory = BodyMemory(config.max_body_bytes)
+        self.preparing = asyncio.Semaphore(PREPARING)
         self._readiness = readiness
         self._scope_secret = scope_secret or secrets.token_bytes(32)
         self._text: TextService | None = None

@@ -85,7 +85,8 @@ class GenerateEndpoint:
     async def _answer(self, body: Body, channel: Channel, clock: RequestClock) -> None:
         """Answer in full. Cancelled by the client's leaving, or by the end of a drain, which the client is told of."""
         try:
-            prepared = await self.prepare(self.service, body.take())
+            async with self.service.preparing:
+                prepared = await self.prepare(self.service, body.take())
             body.release()
             if prepared.ignored:
                 self.service.metrics.ignored_params.inc(len(prepared.ignored))

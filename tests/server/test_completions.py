@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
+from server.service import PREPARING
+from server.text_service import TextService
 from tests.support.api_server import chunks, completion_body, serving
 from tests.support.fake_engine import FakeEngine
 from tests.support.tiny_text import byte_ids
@@ -107,3 +112,23 @@ async def test_a_request_of_many_prompts_is_one_request() -> None:
     assert response.status_code == 200, response.text
     assert [choice["index"] for choice in response.json()["choices"]] == list(range(600))
     assert response.json()["usage"]["completion_tokens"] == 600
+
+
+async def test_of_many_requests_at_once_a_few_are_prepared_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, most = 0, 0
+    plain = TextService.prompts_ids
+
+    async def counted(text: TextService, *args: Any, **kwargs: Any) -> list[list[int]]:  # noqa: ANN401
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        try:
+            return await plain(text, *args, **kwargs)
+        finally:
+            inside -= 1
+
+    monkeypatch.setattr(TextService, "prompts_ids", counted)
+    async with serving(FakeEngine()) as server:
+        responses = await asyncio.gather(*(server.complete() for _ in range(3 * PREPARING)))
+    assert {response.status_code for response in responses} == {200}
+    assert 1 < most <= PREPARING
