@@ -22,8 +22,8 @@ logger = logging.getLogger("headrace.http")
 RETRY_DESCRIBE_S = 0.2
 
 PREPARING = 32
-"""Requests that are parsed and tokenised at once. Of thousands that arrive together the others wait, so that streams and
-probes get their turn in between."""
+"""Requests that are parsed and tokenised at once. Of thousands that arrive together the others wait, so that streams
+and probes get their turn in between."""
 
 
 class Service:
