@@ -68,7 +68,7 @@ class ChatClient:
             connection.close()
 
     def first_model(self, on_wait: Callable[[str], None], patience_s: float = 900.0) -> str:
-        """The name of the first served model, once the server is ready. `on_wait` gets what it says until then, once."""
+        """The name of the first served model, when it is ready. `on_wait` gets each new thing it says until then."""
         give_up, told = time.monotonic() + patience_s, ""
         while True:
             try:
