@@ -193,7 +193,7 @@ class ScriptedProcess:
         assert self._process is not None
         self._process.send_signal(signum)
 
-    def wait(self, timeout_s: float = 20.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:  # a real engine imports torch first
         assert self._process is not None
         return self._process.wait(timeout_s)
 
