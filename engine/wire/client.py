@@ -322,7 +322,7 @@ class RemoteEngine:
     def _receive(self, frame: bytes) -> None:
         try:
             message = self._decode(frame)
-        except (ValueError, msgspec.MsgspecError):
+        except (ValueError, msgspec.MsgspecError, RecursionError):
             self.counters["malformed_frames"] += 1
             return
         if type(message) is wire.Outputs:

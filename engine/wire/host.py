@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from engine.errors import DrainingError, HeadraceError, LoadingError, RequestError, RequestFailedError
+from engine.errors import DrainingError, HeadraceError, LoadingError, PressureError, RequestError, RequestFailedError
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire import messages as wire
 from engine.wire.errors import to_wire
@@ -33,6 +33,10 @@ UNREAD_LIMIT_MESSAGES = 10_000
 UNHANDLED_LIMIT_MESSAGES = 65_536
 """Of one peer. Beyond it ZeroMQ stops reading, heartbeats too, and takes a peer that waits for a long step for dead. A
 client has at most 16,384 requests and a few messages for each."""
+
+HELD_LIMIT_REQUESTS = 32_768
+"""Of one peer: those that run, and those that ended but wait with their outputs for its credit. A client that grants
+credit has at most half as many."""
 
 PROBE_INTERVAL_S = 0.5
 """ZeroMQ does not say when a peer leaves; sending to it does."""
@@ -149,7 +153,7 @@ class WireHost:
         try:
             identity, frame = frames
             message = self._decode(frame)
-        except (ValueError, msgspec.MsgspecError):
+        except (ValueError, msgspec.MsgspecError, RecursionError):  # the last for arrays nested a million deep
             self.counters["malformed_frames"] += 1
             return
         if isinstance(message, wire.Hello):
@@ -193,6 +197,8 @@ class WireHost:
     def _submit(self, peer: Peer, request: GenerateRequest) -> None:
         try:
             core = self._ready_core()
+            if len(peer.running) + len(peer.pending) >= HELD_LIMIT_REQUESTS:
+                raise PressureError(f"{HELD_LIMIT_REQUESTS} requests of this peer are running or wait for its credit.")
             if request.request_id in peer.running:
                 raise RequestError(f"Request {request.request_id} is running already.", param="request_id")
             route, renamed = self._routes.open(peer, request)

@@ -328,6 +328,52 @@ def test_messages_with_wrong_fields_are_counted_and_dropped(bench: Bench, frame:
     assert bench.host.num_peers == 1
 
 
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\x92\x02\x81\xa1x" + b"\x91" * 1_000_000,
+        b"\x92\x02\x81\xa1x" + b"\x81\xa1a" * 1_000_000,
+        b"\x93\x04\xa1a" + b"\x91" * 1_000_000,
+        b"\x92\x02\x82\xaarequest_id\xa1a\xaaprompt_ids\xdd\xff\xff\xff\xff\x01",
+        b"\x92\x04\xdb\xff\xff\xff\xffa",
+        b"\x92\x02\xdf\xff\xff\xff\xff",
+    ],
+    ids=[
+        "deep arrays",
+        "deep maps",
+        "deep rest",
+        "array that claims 4 G",
+        "text that claims 4 GB",
+        "map that claims 4 G",
+    ],
+)
+def test_frames_that_claim_much_or_nest_deep_are_counted_and_dropped(bench: Bench, frame: bytes) -> None:
+    bench.serve()
+    peer = bench.welcomed()
+    peer.socket.send(frame)
+    bench.pump_until(lambda: bench.host.counters["malformed_frames"] == 1)
+    peer.send(wire.GetLoad(7))
+    assert peer.received(wire.LoadReply)[0].call_id == 7
+
+
+def test_who_grants_no_credit_is_refused_before_what_waits_for_it_grows_too_large(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.wire.host.HELD_LIMIT_REQUESTS", 5)
+    bench.serve()
+    peer, other = bench.welcomed(credit=1), bench.welcomed()
+    for number in range(8):
+        peer.send(wire.Submit(request(f"r{number}")))
+        peer.send(wire.Abort(f"r{number}"))
+    refused = peer.received(wire.Refused)
+    bench.pump_until(lambda: bench.host.num_held == 5)
+    assert [message.error.type for message in refused] == ["PressureError"] * len(refused)
+    other.send(wire.Submit(request(count=1)))
+    bench.pump_until(lambda: bench.host.num_running == 1)
+    peer.send(wire.Credit(10))
+    bench.pump_until(lambda: bench.host.num_held == 0)
+
+
 def test_a_giant_frame_costs_its_sender_the_connection_and_nobody_else(bench: Bench) -> None:
     bench.serve()
     bad, good = bench.welcomed(), bench.welcomed()
