@@ -265,6 +265,20 @@ class Engine(Protocol):
         ...
 
 
+class Admin(Protocol):
+    """What an operator may ask of an engine beyond `Engine`. It concerns the requests of all its clients."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests keep their blocks."""
+        ...
+
+    async def abort_requests(self, request_id: str) -> int:
+        """End the request of this id and all whose ids begin with it and a dash (the choices of one client request).
+        Return how many there were.
+        """
+        ...
+
+
 class Target(Protocol):
     """One routable engine: (pool, worker, DP rank)."""
 

@@ -67,6 +67,7 @@ class DrainingServer(uvicorn.Server):
                 http=Connection,
                 loop="uvloop",
                 ws="none",
+                proxy_headers=False,  # whoever connects is whom the guard judges, whatever they say of themselves
                 lifespan="on",
                 log_config=None,
                 access_log=False,
@@ -109,8 +110,9 @@ async def serve(spec: ApiSpec) -> None:
     remote = RemoteEngine(spec.core_address)
     remote.open()
     engine = Supervisor(StaticPool([StaticTarget(spec.core_address, remote)]))
-    secret = None if spec.scope_secret is None else bytes.fromhex(spec.scope_secret)
-    app = build_app(engine, config=spec.config, state=RemoteReadiness(remote), scope_secret=secret)
+    app = build_app(
+        engine, config=spec.config, state=RemoteReadiness(remote), credentials=spec.credentials, admin=remote
+    )
     try:
         with socket.socket(fileno=spec.listen_fd) as listener:
             await DrainingServer(app, spec.config).serve([listener])

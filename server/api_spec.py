@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from server.access.credentials import Credentials
 from server.config import ServeConfig
 
 
@@ -15,5 +16,5 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: ServeConfig
     listen_fd: int
     core_address: str
-    scope_secret: str | None = None
+    credentials: Credentials = msgspec.field(default_factory=Credentials)
     metrics_dir: str | None = None

@@ -12,7 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.errors import HeadraceError
-from engine.protocol import Engine, EngineLoad
+from engine.protocol import Admin, Engine, EngineLoad
+from server.access.credentials import Credentials
+from server.access.guard import Guard, Keys
+from server.access.log import AccessLog
+from server.admin import ADMIN_ROUTES
 from server.config import ServeConfig
 from server.errors import reply_to
 from server.health import Readiness, health_routes
@@ -21,8 +25,10 @@ from server.middleware import EdgeMiddleware
 from server.openai.chat import prepare_chat
 from server.openai.completions import prepare_completion
 from server.openai.exchange import GenerateEndpoint
+from server.openai.json_endpoint import JsonEndpoint
 from server.openai.models import model_routes
 from server.openai.schema import describe_bodies
+from server.openai.tokenize import TEXT_ROUTES
 from server.service import Service
 from server.version import VERSION
 
@@ -30,31 +36,53 @@ SCRAPE_TIMEOUT_S = 2.0
 """Of the engine's part of /metrics: a busy engine costs a scrape its gauges, not its answer."""
 
 
-def build_app(engine: Engine, *, config: ServeConfig, state: Readiness, scope_secret: bytes | None = None) -> FastAPI:
+def build_app(
+    engine: Engine,
+    *,
+    config: ServeConfig,
+    state: Readiness,
+    credentials: Credentials | None = None,
+    admin: Admin | None = None,
+) -> FastAPI:
     """Return the application. It answers at once; model routes are refused until `state` is ready.
 
     `app.state.service` holds the Service, whose `traffic.drain()` the process calls when it is told to end.
-    `scope_secret` keeps the caches of `cache_salt`s apart; processes of one server share it.
+    `credentials` have the keys and the secret that keeps caches apart; processes of one server share them. `admin` is
+    for the operator's routes, which are refused without it.
     """
-    service = Service(engine, config, state, scope_secret)
+    credentials = credentials or Credentials()
+    service = Service(engine, config, state, bytes.fromhex(credentials.scope_secret), admin)
+    keys = Keys(credentials, config)
+    access_log = None if config.access_log is None else AccessLog(config.access_log)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
+        watch = None if keys.file is None else asyncio.create_task(keys.file.watch())
         yield
+        if watch is not None:
+            watch.cancel()
         await service.close()
+        if access_log is not None:
+            await asyncio.to_thread(access_log.close)
 
     app = FastAPI(title="Headrace", version=VERSION, lifespan=lifespan, redirect_slashes=False)
     app.state.service = service
     for path, prepare in (("/v1/chat/completions", prepare_chat), ("/v1/completions", prepare_completion)):
         # An ASGI application of its own: the framework would read the body and build a response before the answer.
         app.router.routes.append(Route(path, GenerateEndpoint(service, prepare), methods=["POST"]))
+    for path, answer in TEXT_ROUTES.items():
+        app.router.routes.append(Route(path, JsonEndpoint(service, answer), methods=["POST"]))
+    for path, answer in ADMIN_ROUTES.items():
+        app.router.routes.append(Route(path, JsonEndpoint(service, answer, needs_model=False), methods=["POST"]))
     app.include_router(model_routes(service))
     app.include_router(health_routes(service))
     app.include_router(_metrics_route(service))
     for error in (HeadraceError, HTTPException, Exception):
         app.add_exception_handler(error, _answer_error)
-    app.add_middleware(EdgeMiddleware, metrics=service.metrics)
+    limit = config.share(config.max_concurrent_requests)
+    app.add_middleware(Guard, keys=keys, open_metrics=config.open_metrics, limit=limit)
+    app.add_middleware(EdgeMiddleware, metrics=service.metrics, access_log=access_log)
     describe_bodies(app)
     return app
 

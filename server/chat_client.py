@@ -43,7 +43,7 @@ class NotReadyError(ChatError):
 class ChatClient:
     """Speaks HTTP with one server. `url` may lack the scheme and may end in /v1."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port
@@ -51,6 +51,9 @@ class ChatClient:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ChatError(f"{url!r} is not the URL of a server.", hint="Write it like http://127.0.0.1:8000.")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
         self._secure = parts.scheme == "https"
         self._host = parts.hostname
         self._port = port
@@ -114,7 +117,7 @@ class ChatClient:
             connection.connect()
             connection.sock.settimeout(_ANSWER_TIMEOUT_S)
             content = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._path + path, content, {"Content-Type": "application/json"})
+            connection.request(method, self._path + path, content, self._headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise self._refusal(response)
@@ -137,7 +140,8 @@ class ChatClient:
             except ValueError:
                 pause_s = 1.0
             return NotReadyError(text, retry_after_s=min(max(pause_s, 0.2), 5.0))
-        return ChatError(text)
+        hint = "Set HEADRACE_API_KEY to a key of this server." if response.status == 401 else None
+        return ChatError(text, hint=hint)
 
     def _no_headrace(self) -> ChatError:
         return ChatError(f"What answers at {self.url} is no OpenAI-compatible server.")

@@ -11,7 +11,8 @@ from server.logs import LogFormat
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`keep_alive_s` is the idle time of HTTP connections, `sse_keep_alive_s` the pause after which a stream sends a
     comment. `drain_timeout_s` bounds how long running streams may go on after SIGTERM. `request_timeout_s` None means
-    no limit beyond the client's patience.
+    no limit beyond the client's patience. `max_concurrent_requests` are of the whole server: each API process has its
+    share. Keys and secrets themselves are not in here (server/access/credentials.py).
     """
 
     engine: EngineConfig = EngineConfig()
@@ -23,5 +24,16 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 16 * 1024 * 1024
     keep_alive_s: float = 120.0
     sse_keep_alive_s: float = 15.0
+    max_concurrent_requests: int = 8192
+    strict_params: bool = False
+    api_keys_file: str | None = None
+    admin_key_file: str | None = None
+    scope_secret_file: str | None = None
+    open_metrics: bool = True
     log_level: str = "info"
     log_format: LogFormat = "text"
+    access_log: str | None = None
+
+    def share(self, limit: int) -> int:
+        """One API process's part of a limit of the whole server."""
+        return -(-limit // self.api_processes)

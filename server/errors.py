@@ -37,6 +37,7 @@ logger = logging.getLogger("headrace.http")
 
 MAX_RETRY_AFTER_S = 60
 SHOWN_VALUE_CHARACTERS = 80
+SHOWN_NAMES = 8
 
 Retry = Literal["default", "after", "never"]
 
@@ -69,6 +70,28 @@ class BodyTooSlowError(RequestError):
         super().__init__(f"The request body did not arrive within {timeout_s:g} s.")
 
 
+class UnknownParamsError(RequestError):
+    """The body has fields that nobody knows, and the server was told to mind them."""
+
+    code = "unknown_parameter"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        listed = ", ".join(shown(name) for name in names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+        super().__init__(f"Unknown parameters: {listed}.", param=names[0][:SHOWN_VALUE_CHARACTERS])
+
+
+class AuthenticationError(RequestError):
+    """No key, or one that is not valid."""
+
+    code = "invalid_api_key"
+
+
+class ForbiddenError(RequestError):
+    """Whoever asks may not do this."""
+
+    code = "permission_denied"
+
+
 class ClientGoneError(HeadraceError):
     """The client closed its connection: nobody reads the answer."""
 
@@ -83,6 +106,7 @@ class Rule:
     status: int
     type: str
     retry: Retry = "default"
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 # The first match wins, so a class stands before its bases.
@@ -90,6 +114,8 @@ TABLE: tuple[Rule, ...] = (
     Rule(UnknownModelError, 404, "invalid_request_error"),
     Rule(BodyTooLargeError, 413, "invalid_request_error"),
     Rule(BodyTooSlowError, 408, "invalid_request_error"),
+    Rule(AuthenticationError, 401, "invalid_request_error", headers=((b"www-authenticate", b"Bearer"),)),
+    Rule(ForbiddenError, 403, "permission_error"),
     Rule(RequestError, 400, "invalid_request_error"),
     Rule(LoadingError, 503, "service_unavailable_error", "after"),
     Rule(DrainingError, 503, "service_unavailable_error", "after"),
@@ -125,7 +151,8 @@ def reply_to(error: BaseException) -> ErrorReply:
     if isinstance(error, HeadraceError):
         rule = next(rule for rule in TABLE if isinstance(error, rule.error))
         body = error_body(str(error), rule.type, param=getattr(error, "param", None), code=error.code)
-        return ErrorReply(rule.status, body, _retry_headers(rule.retry, getattr(error, "retry_after_s", 1.0)))
+        retry = _retry_headers(rule.retry, getattr(error, "retry_after_s", 1.0))
+        return ErrorReply(rule.status, body, rule.headers + retry)
     logger.error("request failed", exc_info=error)
     body = error_body("The server had an error while processing the request.", "server_error", code="internal_error")
     return ErrorReply(500, body, _retry_headers("never", 0))

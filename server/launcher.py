@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import socket
 import tempfile
@@ -19,6 +18,7 @@ import msgspec
 
 from engine.errors import ConfigError, HeadraceError, ModelError
 from engine.wire.client import RemoteEngine
+from server.access.credentials import Credentials
 from server.api_spec import ApiSpec
 from server.card import facts, print_card
 from server.child import Child, ChildSpec
@@ -41,9 +41,13 @@ MAX_SOCKET_PATH_BYTES = 100
 
 
 def run(
-    config: ServeConfig, *, core_module: str = "server.core_process", api_module: str = "server.api_process"
+    config: ServeConfig,
+    credentials: Credentials | None = None,
+    *,
+    core_module: str = "server.core_process",
+    api_module: str = "server.api_process",
 ) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit code.
+    """Serve until SIGTERM or SIGINT; return the exit code. Without `credentials` no keys are asked for.
 
     Raises ConfigError when the port cannot be had and ModelError when the model cannot be loaded.
     """
@@ -53,7 +57,7 @@ def run(
         url = _url(listener)
         log.info("listening on %s", url)
         core = _core_child(config, core_module, address)
-        apis = _api_children(config, api_module, address, listener.fileno(), directory)
+        apis = _api_children(config, credentials or Credentials(), api_module, address, listener.fileno(), directory)
         return asyncio.run(Launcher(core, apis, address, url, config).run())
 
 
@@ -68,7 +72,9 @@ def _core_child(config: ServeConfig, module: str, address: str) -> ChildSpec:
     return ChildSpec("The engine", module, _line(spec))
 
 
-def _api_children(config: ServeConfig, module: str, address: str, fd: int, directory: str) -> list[ChildSpec]:
+def _api_children(
+    config: ServeConfig, credentials: Credentials, module: str, address: str, fd: int, directory: str
+) -> list[ChildSpec]:
     metrics_dir = None
     if config.api_processes > 1:
         metrics_dir = f"{directory}/metrics"
@@ -78,7 +84,7 @@ def _api_children(config: ServeConfig, module: str, address: str, fd: int, direc
             config=config,
             listen_fd=fd,
             core_address=address,
-            scope_secret=secrets.token_hex(32),
+            credentials=credentials,
             metrics_dir=metrics_dir,
         )
     )

@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: request id, request counter and log line. Costs one call per message, no task, no copy."""
+"""The outermost ASGI layer: request id, request counter and log lines. Costs one call per message, no task, no copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.logs import log_request
+from server.access.log import AccessLog
+from server.access.record import RequestRecord, attach_record
+from server.logs import PROBE_PATHS, log_request
 from server.metrics import ServerMetrics
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}\Z")
@@ -17,6 +19,8 @@ SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}\Z")
 
 KNOWN_ROUTES = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/version", "/metrics", "/load"}
+    | {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"}
+    | {"/admin/drain", "/admin/abort", "/admin/reset_prefix_cache"}
 )
 CLIENT_LEFT = "499"
 
@@ -24,8 +28,9 @@ CLIENT_LEFT = "499"
 class EdgeMiddleware:
     """Puts x-request-id on every response and counts it by route and status."""
 
-    def __init__(self, app: ASGIApp, *, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: ServerMetrics, access_log: AccessLog | None = None) -> None:
         self.app = app
+        self.access_log = access_log
         self.requests = metrics.http_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,6 +38,8 @@ class EdgeMiddleware:
             await self.app(scope, receive, send)
             return
         request_id = _request_id(scope)
+        record = RequestRecord(request_id)
+        attach_record(scope, record)
         status = CLIENT_LEFT
         started = time.perf_counter()
 
@@ -46,8 +53,13 @@ class EdgeMiddleware:
         try:
             await self.app(scope, receive, send_with_id)
         finally:
-            self.requests.labels(_route(scope["path"]), status).inc()
-            log_request(scope["method"], scope["path"], status, time.perf_counter() - started, request_id)
+            path, duration_s = scope["path"], time.perf_counter() - started
+            self.requests.labels(_route(path), status).inc()
+            log_request(scope["method"], path, status, duration_s, request_id)
+            if self.access_log is not None and path not in PROBE_PATHS:
+                self.access_log.write(
+                    record, method=scope["method"], route=_route(path), status=int(status), duration_s=duration_s
+                )
 
 
 def _request_id(scope: Scope) -> str:

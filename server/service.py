@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import time
 
 from engine.errors import EngineError, HeadraceError, LoadingError, PressureError
-from engine.protocol import Engine
+from engine.protocol import Admin, Engine
 from kvstore.keys import PUBLIC_SCOPE, tenant_scope
+from server.access.record import Caller
 from server.config import ServeConfig
 from server.errors import UnknownModelError
 from server.health import Readiness, ServiceState
@@ -29,15 +30,18 @@ and probes get their turn in between."""
 class Service:
     """Opens before the model is ready and refuses its routes until then."""
 
-    def __init__(self, engine: Engine, config: ServeConfig, readiness: Readiness, scope_secret: bytes | None) -> None:
+    def __init__(
+        self, engine: Engine, config: ServeConfig, readiness: Readiness, scope_secret: bytes, admin: Admin | None
+    ) -> None:
         self.engine = engine
+        self.admin = admin
         self.config = config
         self.metrics = ServerMetrics()
         self.traffic = Traffic()
         self.body_memory = BodyMemory(config.max_body_bytes)
         self.preparing = asyncio.Semaphore(PREPARING)
         self._readiness = readiness
-        self._scope_secret = scope_secret or secrets.token_bytes(32)
+        self._scope_secret = scope_secret
         self._text: TextService | None = None
         self._failure: str | None = None
         self.opened = asyncio.Event()
@@ -69,7 +73,7 @@ class Service:
 
         A restarting engine is no reason to refuse: its supervisor lets requests wait.
         """
-        if self.traffic.draining:
+        if self.traffic.draining or self._readiness.state().status == "draining":
             raise draining_error()
         if self._text is None:
             progress = self.state().progress or 0.0
@@ -81,9 +85,16 @@ class Service:
         if name != served:
             raise UnknownModelError(name, [served])
 
-    def cache_scope(self, salt: str | None) -> bytes:
-        """Requests share cached blocks only with requests of the same scope."""
-        return PUBLIC_SCOPE if salt is None else tenant_scope(self._scope_secret, "", salt)
+    def cache_scope(self, tenant: str | None, salt: str | None) -> bytes:
+        """Requests share cached blocks only with requests of the same scope. `tenant` None: no keys are asked for."""
+        if tenant is None and salt is None:
+            return PUBLIC_SCOPE
+        return tenant_scope(self._scope_secret, tenant or "", salt or "")
+
+    def caller(self, tenant: str | None) -> Caller:
+        """Begin the time of a request that has just arrived."""
+        timeout_s = self.config.request_timeout_s
+        return Caller(tenant, None if timeout_s is None else time.time() + timeout_s)
 
     async def _open_text(self) -> None:
         """Wait for the engine and fetch the model's text assets. What may pass is tried again, the rest is told."""

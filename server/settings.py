@@ -20,8 +20,12 @@ from server.setting_values import Kind, choices_of, convert, split_optional
 
 ENV_PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
-OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "HEADRACE_CACHE_DIR", "HEADRACE_URL"})
-"""Read by other parts: the file's path, the model cache, the server that `headrace chat` talks to."""
+OTHER_VARIABLES = frozenset(
+    {CONFIG_VARIABLE, "HEADRACE_CACHE_DIR", "HEADRACE_STATE_DIR", "HEADRACE_URL", "HEADRACE_API_KEY"}
+    | {"HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY"}
+)
+"""Read by other parts: the file's path, the model cache, the scope secret's directory, the server that `headrace chat`
+talks to and its key there, and the keys that this server asks for."""
 
 # Kubernetes gives every pod these variables for a Service named headrace.
 _SERVICE_LINK = re.compile(r"HEADRACE_(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP).*)")
@@ -71,7 +75,7 @@ _DEFAULTS = ServeConfig()
 _SERVE_TYPES = get_type_hints(ServeConfig)
 _ENGINE_TYPES = get_type_hints(EngineConfig)
 
-MODEL, MEMORY, HTTP, LOGS = "Model", "Cache and scheduling", "HTTP", "Logging"
+MODEL, MEMORY, HTTP, ACCESS, LOGS = "Model", "Cache and scheduling", "HTTP", "Access", "Logging"
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(
@@ -211,6 +215,46 @@ SETTINGS: tuple[Setting, ...] = (
         low=0.1,
     ),
     Setting(
+        name="max-concurrent-requests",
+        field="max_concurrent_requests",
+        section=HTTP,
+        help="Requests under way, probes not counted; more are refused with 429.",
+        low=1,
+    ),
+    Setting(
+        name="strict-params",
+        field="strict_params",
+        section=HTTP,
+        help="Refuse unknown fields of a body instead of ignoring and naming them.",
+    ),
+    Setting(
+        name="api-keys-file",
+        field="api_keys_file",
+        section=ACCESS,
+        help="API keys and their tenants, a `KEY: TENANT` a line; read again when it changes.",
+        metavar="FILE",
+    ),
+    Setting(
+        name="admin-key-file",
+        field="admin_key_file",
+        section=ACCESS,
+        help="The key of /admin; without one only this machine may use it.",
+        metavar="FILE",
+    ),
+    Setting(
+        name="scope-secret-file",
+        field="scope_secret_file",
+        section=ACCESS,
+        help="The secret that keeps tenants' caches apart, to share between hosts; made at the first start unless set.",
+        metavar="FILE",
+    ),
+    Setting(
+        name="open-metrics",
+        field="open_metrics",
+        section=ACCESS,
+        help="Let /metrics and /load be read without a key.",
+    ),
+    Setting(
         name="log-level",
         field="log_level",
         section=LOGS,
@@ -218,6 +262,13 @@ SETTINGS: tuple[Setting, ...] = (
         choices=("debug", "info", "warning", "error"),
     ),
     Setting(name="log-format", field="log_format", section=LOGS, help="text, or one JSON object a line."),
+    Setting(
+        name="access-log",
+        field="access_log",
+        section=LOGS,
+        help="Append a JSON line for every request to this file; - is standard output.",
+        metavar="FILE",
+    ),
 )
 
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
@@ -235,15 +286,21 @@ def read_settings(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple
 
     `flags` has the given flags by setting name, and the file's path as "config". Raises ConfigError.
     """
+    raw, warnings = gather(flags, environ)
+    values = {_BY_NAME[name].field: parse(_BY_NAME[name], one) for name, one in raw.items()}
+    engine = {field.removeprefix("engine."): value for field, value in values.items() if field.startswith("engine.")}
+    serve = {field: value for field, value in values.items() if not field.startswith("engine.")}
+    return msgspec.convert({**serve, "engine": engine}, ServeConfig), warnings
+
+
+def gather(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[dict[str, Raw], list[str]]:
+    """Return for each setting that is given the value that wins, by name, and the warnings. Raises ConfigError."""
     from_environment, warnings = read_environment(environ)
     file = flags.get("config") or environ.get(CONFIG_VARIABLE)
     raw = read_file(Path(file)) if file else {}
     raw |= from_environment
     raw |= {name: Raw(value, _BY_NAME[name].flag) for name, value in flags.items() if name != "config"}
-    values = {_BY_NAME[name].field: parse(_BY_NAME[name], one) for name, one in raw.items()}
-    engine = {field.removeprefix("engine."): value for field, value in values.items() if field.startswith("engine.")}
-    serve = {field: value for field, value in values.items() if not field.startswith("engine.")}
-    return msgspec.convert({**serve, "engine": engine}, ServeConfig), warnings
+    return raw, warnings
 
 
 def parse(setting: Setting, raw: Raw) -> object:

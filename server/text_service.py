@@ -96,6 +96,10 @@ class TextService:
             raise PromptTooLongError(len(ids), window, param=param)
         return ids
 
+    async def shown_text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens by name. Raises RequestError for ids outside of the vocabulary."""
+        return await self._in_thread(lambda: self.codec.decode(token_ids, show_special=True))
+
     async def _in_thread(self, work: Callable[[], T]) -> T:
         if self._queued >= MAX_QUEUED:
             raise PressureError("Too many prompts wait to be tokenised.")

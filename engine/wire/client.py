@@ -199,6 +199,17 @@ class RemoteEngine:
     async def drain(self) -> None:
         await self._call(wire.Drain(self._next_call()))
 
+    # --- Admin --------------------------------------------------------------------------------------------------------
+
+    async def reset_prefix_cache(self) -> None:
+        await self._call(wire.ResetPrefixCache(self._next_call()))
+
+    async def abort_requests(self, request_id: str) -> int:
+        reply = await self._call(wire.AbortRequests(self._next_call(), request_id))
+        if not isinstance(reply, wire.CountReply):
+            raise EngineError("The engine answered with something else than a count.")
+        return reply.count
+
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _submit(self, request: GenerateRequest) -> _Stream:
@@ -264,7 +275,7 @@ class RemoteEngine:
         self._last_call += 1
         return self._last_call
 
-    async def _call(self, message: wire.Describe | wire.FetchAsset | wire.GetLoad | wire.Drain) -> wire.Reply:
+    async def _call(self, message: wire.Call) -> wire.Reply:
         if self._state.state not in ("ready", "draining"):
             raise self._unavailable()
         future: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()

@@ -57,6 +57,8 @@ class Core(Protocol):
 
     def drain(self) -> None: ...
 
+    def reset_prefix_cache(self) -> None: ...
+
 
 class WireHost:
     """`counters` are cumulative: malformed frames, peers that vanished, outputs that were merged for a slow peer."""
@@ -222,15 +224,30 @@ class WireHost:
             raise LoadingError(self._status.message or "The model is loading.", progress=self._status.progress)
         return self._core
 
-    def _abort(self, route: Route) -> None:
+    def _abort(self, route: Route, error: str | None = None, error_code: str | None = None) -> None:
         """End it for the peer at once: its terminal output does not wait for the step that is under way."""
         self._routes.close(route)
         if self._core is not None:
             self._core.abort(route.key)
-        route.peer.hold(route, TokenOutput(route.request_id, route.attempt, route.next_offset, [], "abort"))
+        last = TokenOutput(
+            route.request_id, route.attempt, route.next_offset, [], "abort", error=error, error_code=error_code
+        )
+        route.peer.hold(route, last)
         self._flush(route.peer)
 
-    def _answer(self, call: wire.Describe | wire.FetchAsset | wire.GetLoad | wire.Drain) -> wire.Reply:
+    def _abort_for_operator(self, request_id: str) -> int:
+        choices = request_id + "-"
+        found = [
+            route
+            for peer in self._peers.values()
+            for name, route in peer.running.items()
+            if name == request_id or name.startswith(choices)
+        ]
+        for route in found:
+            self._abort(route, "The request was ended by an operator.", "aborted_by_operator")
+        return len(found)
+
+    def _answer(self, call: wire.Call) -> wire.Reply:
         try:
             match call:
                 case wire.FetchAsset(call_id, digest, offset):
@@ -248,6 +265,11 @@ class WireHost:
                 case wire.Drain(call_id):
                     self.drain()
                     return wire.DoneReply(call_id)
+                case wire.ResetPrefixCache(call_id):
+                    self._core.reset_prefix_cache()
+                    return wire.DoneReply(call_id)
+                case wire.AbortRequests(call_id, request_id):
+                    return wire.CountReply(call_id, self._abort_for_operator(request_id))
         except HeadraceError as error:
             return wire.ErrorReply(call.call_id, to_wire(error))
 

@@ -9,6 +9,7 @@ raises WIRE_VERSION, which `Hello` and `Welcome` carry first so that any two ver
     Submit, Finish, Abort -----------------> Outputs: one per step and peer, or Refused
     Credit: may send so many more Outputs
     Describe, FetchAsset, GetLoad, Drain --> InfoReply, AssetReply, LoadReply, DoneReply, or ErrorReply
+    ResetPrefixCache, AbortRequests -------> DoneReply, CountReply, or ErrorReply
 """
 
 from __future__ import annotations
@@ -87,6 +88,17 @@ class Drain(msgspec.Struct, frozen=True, array_like=True, tag=9):
     call_id: int
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    call_id: int
+
+
+class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """End the requests of any peer that have this id, or this id and a dash at their id's beginning."""
+
+    call_id: int
+    request_id: str
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """`incarnation` is drawn when the engine's process starts: another one means that every request is gone."""
 
@@ -155,6 +167,12 @@ class ErrorReply(msgspec.Struct, frozen=True, array_like=True, tag=42):
     error: WireError
 
 
-ClientMessage = Hello | Submit | Finish | Abort | Credit | Describe | FetchAsset | GetLoad | Drain
-Reply = InfoReply | AssetReply | LoadReply | DoneReply | ErrorReply
+class CountReply(msgspec.Struct, frozen=True, array_like=True, tag=43):
+    call_id: int
+    count: int
+
+
+Call = Describe | FetchAsset | GetLoad | Drain | ResetPrefixCache | AbortRequests
+ClientMessage = Hello | Submit | Finish | Abort | Credit | Call
+Reply = InfoReply | AssetReply | LoadReply | DoneReply | ErrorReply | CountReply
 EngineMessage = Welcome | VersionRefused | Status | Outputs | Refused | Bye | Reply

@@ -21,6 +21,7 @@ _HELP = "Type a message. /reset starts over, /exit or Ctrl-D leaves, Ctrl-C stop
 @click.option(
     "--url", default="http://127.0.0.1:8000", envvar="HEADRACE_URL", help="The server. [http://127.0.0.1:8000]"
 )
+@click.option("--api-key", envvar="HEADRACE_API_KEY", metavar="KEY", help="The key, better given as HEADRACE_API_KEY.")
 @click.option("--model", metavar="NAME", help="The model to ask; the server's first unless given.")
 @click.option("--system", metavar="TEXT", help="A system message.")
 @click.option("-m", "--message", metavar="TEXT", help="Ask this, print the answer and leave.")
@@ -29,6 +30,7 @@ _HELP = "Type a message. /reset starts over, /exit or Ctrl-D leaves, Ctrl-C stop
 @debug_option
 def chat(
     url: str,
+    api_key: str | None,
     model: str | None,
     system: str | None,
     message: str | None,
@@ -41,7 +43,7 @@ def chat(
     """
     from server.chat_client import ChatClient, Conversation
 
-    client = ChatClient(url)
+    client = ChatClient(url, api_key)
     name = model or client.first_model(on_wait=lambda text: click.echo(text, err=True))
     conversation = Conversation(client, name, system, max_tokens=max_tokens, temperature=temperature)
     if message is None and not sys.stdin.isatty():

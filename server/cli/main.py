@@ -15,6 +15,10 @@ import click
 from engine.errors import ConfigError, HeadraceError, ModelError
 from server.cli.chat import chat
 from server.cli.common import Session, debug_option
+from server.cli.completion import completion
+from server.cli.config import config
+from server.cli.doctor import doctor
+from server.cli.keys import keys
 from server.cli.pull import pull
 from server.cli.serve import serve
 from server.version import VERSION
@@ -42,6 +46,10 @@ def version() -> None:
 headrace.add_command(serve)
 headrace.add_command(pull)
 headrace.add_command(chat)
+headrace.add_command(keys)
+headrace.add_command(config)
+headrace.add_command(completion)
+headrace.add_command(doctor)
 
 
 def run(arguments: Sequence[str]) -> int:

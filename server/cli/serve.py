@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from itertools import groupby
 
 import click
@@ -48,10 +49,15 @@ def _default_note(setting: Setting) -> str:
     return f" [{default:g}s]" if setting.kind == "duration" else f" [{default}]"
 
 
-def _parameters() -> list[click.Parameter]:
+def parameters() -> list[click.Parameter]:
     model = click.Argument(["model"], required=False, metavar="[MODEL]")
     config = click.Option(["--config"], metavar="FILE", help=f"A YAML file with settings (or {CONFIG_VARIABLE}).")
     return [model, *(_option(setting) for setting in SETTINGS if setting.name != "model"), config]
+
+
+def given_flags(given: Mapping[str, str | bool | None]) -> dict[str, str]:
+    """What click has parsed, as server/settings.py takes it."""
+    return {name.replace("_", "-"): str(value) for name, value in given.items() if value is not None}
 
 
 def _serve(**given: str | bool | None) -> int:
@@ -60,14 +66,22 @@ def _serve(**given: str | bool | None) -> int:
     MODEL is a Hugging Face directory, a GGUF file, or the name of a packaged model. Without one it is smollm2, a small
     chat model that is fetched the first time.
     """
-    flags = {name.replace("_", "-"): str(value) for name, value in given.items() if value is not None}
-    config, warnings = read_settings(flags, os.environ)
+    config, warnings = read_settings(given_flags(given), os.environ)
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
 
+    from server.access.credentials import SECRET_VARIABLES, read_credentials
+    from server.access.log import check_writable
     from server.launcher import run
 
-    return run(config)
+    credentials, warnings = read_credentials(config, os.environ)
+    for warning in warnings:
+        click.echo(f"warning: {warning}", err=True)
+    for variable in SECRET_VARIABLES:
+        os.environ.pop(variable, None)  # the children get digests, on a pipe
+    if config.access_log is not None:
+        check_writable(config.access_log)
+    return run(config, credentials)
 
 
-serve = debug_option(ServeCommand("serve", callback=_serve, params=_parameters(), help=_serve.__doc__, epilog=_EPILOG))
+serve = debug_option(ServeCommand("serve", callback=_serve, params=parameters(), help=_serve.__doc__, epilog=_EPILOG))

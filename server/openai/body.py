@@ -6,13 +6,13 @@ import asyncio
 from typing import TypeVar
 
 import pydantic_core
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from engine.errors import RequestError
 from server.errors import error_from_validation
-from server.openai.fields import GenerationBody, without_nulls
+from server.openai.fields import without_nulls
 
-B = TypeVar("B", bound=GenerationBody)
+B = TypeVar("B", bound=BaseModel)
 
 PARSE_IN_THREAD_BYTES = 64 * 1024
 """Larger bodies take long enough to parse that other streams would feel it."""

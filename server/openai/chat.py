@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.errors import RequestError
+from server.access.record import Caller
 from server.openai.body import parse_body
 from server.openai.chat_body import ChatBody
 from server.openai.exchange import Prepared
@@ -16,7 +17,7 @@ from server.openai.sse import Envelope, Frame, encode_json, event_json, finished
 from server.service import Service
 
 
-async def prepare_chat(service: Service, body: bytes) -> Prepared:
+async def prepare_chat(service: Service, body: bytes, caller: Caller) -> Prepared:
     """Check, render and tokenise. Raises what the client is to be told instead of an answer."""
     request = await parse_body(body, ChatBody)
     ignored = ignored_params(request)
@@ -32,7 +33,8 @@ async def prepare_chat(service: Service, body: bytes) -> Prepared:
     envelope = new_envelope("chatcmpl", text.info)
     wanted = Wanted(request.token_limit, request.token_logprobs, names=_client_names(request))
     return Prepared(
-        runs=choice_runs(service, text, request, wanted, [prompt_ids], envelope.id),
+        runs=choice_runs(service, text, request, wanted, [prompt_ids], envelope.id, caller),
+        envelope=envelope,
         format=ChatFormat(envelope, text.codec, request.n, include_usage=request.include_usage),
         stream=request.stream,
         include_usage=request.include_usage,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.errors import RequestError
+from server.access.record import Caller
 from server.openai.body import parse_body
 from server.openai.completion_body import MAX_PROMPTS, CompletionBody
 from server.openai.exchange import Prepared
@@ -16,7 +17,7 @@ from server.openai.sse import Envelope, Frame, encode_json, event_json, finished
 from server.service import Service
 
 
-async def prepare_completion(service: Service, body: bytes) -> Prepared:
+async def prepare_completion(service: Service, body: bytes, caller: Caller) -> Prepared:
     """Check and tokenise. Raises what the client is to be told instead of an answer."""
     request = await parse_body(body, CompletionBody)
     ignored = ignored_params(request)
@@ -28,9 +29,10 @@ async def prepare_completion(service: Service, body: bytes) -> Prepared:
     prompts = await text.prompts_ids(request.prompt, add_special_tokens=request.add_special_tokens)
     envelope = new_envelope("cmpl", text.info)
     wanted = Wanted(request.token_limit, request.logprobs, with_offsets=request.logprobs is not None)
-    runs = choice_runs(service, text, request, wanted, prompts, envelope.id)
+    runs = choice_runs(service, text, request, wanted, prompts, envelope.id, caller)
     return Prepared(
         runs=runs,
+        envelope=envelope,
         format=CompletionFormat(envelope, text.codec, len(runs), include_usage=request.include_usage),
         stream=request.stream,
         include_usage=request.include_usage,

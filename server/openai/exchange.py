@@ -11,18 +11,22 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from time import perf_counter
-from typing import Protocol
+from functools import partial
+from time import perf_counter, time
+from typing import Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from server.errors import ClientGoneError, reply_to
+from engine.errors import DeadlineError, HeadraceError
+from server.access.record import Caller, RequestRecord, record_of
+from server.errors import ClientGoneError, UnknownParamsError, reply_to
 from server.openai.generation import Answer, ChoiceRun, Piece, RequestClock, Usage, collect, merged, usage_of
-from server.openai.sse import DONE, KEEP_ALIVE
+from server.openai.sse import DONE, KEEP_ALIVE, Envelope
 from server.request_body import Body
 from server.service import Service
 from server.traffic import draining_error
 
+T = TypeVar("T")
 Header = tuple[bytes, bytes]
 
 MAX_HEADER_CHARACTERS = 1024
@@ -51,56 +55,42 @@ class Prepared:
     """A checked request, ready to run."""
 
     runs: list[ChoiceRun]
+    envelope: Envelope
     format: Format
     stream: bool
     include_usage: bool
     ignored: list[str]
 
 
-Prepare = Callable[[Service, bytes], Awaitable[Prepared]]
+Prepare = Callable[[Service, bytes, Caller], Awaitable[Prepared]]
 
 
 class GenerateEndpoint:
-    """The ASGI application of one route. `prepare` turns a body into choices and a format, or raises."""
+    """The ASGI application of one generating route. `prepare` turns a body into choices and a format, or raises."""
 
     def __init__(self, service: Service, prepare: Prepare) -> None:
         self.service = service
         self.prepare = prepare
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service, channel = self.service, Channel(send)
-        clock, body = RequestClock(service.metrics), Body(service.body_memory)
-        try:
-            service.require_text()
-            await body.read(scope, receive)
-            work = service.traffic.start(self._answer(body, channel, clock))
-            await _while_connected(receive, work)
-        except ClientGoneError:
-            service.metrics.client_disconnects.inc()
-        except Exception as error:
-            await channel.fail(error)
-        finally:
-            body.release()
+        record = record_of(scope)
+        clock = RequestClock(self.service.metrics)
+        caller = self.service.caller(record.tenant)
 
-    async def _answer(self, body: Body, channel: Channel, clock: RequestClock) -> None:
-        """Answer in full. Cancelled by the client's leaving, or by the end of a drain, which the client is told of."""
-        try:
-            async with self.service.preparing:
-                prepared = await self.prepare(self.service, body.take())
+        async def answer(body: Body, channel: Channel) -> None:
+            prepared = await prepared_in_turn(
+                self.service, caller, partial(self.prepare, self.service, body.take(), caller)
+            )
             body.release()
-            if prepared.ignored:
-                self.service.metrics.ignored_params.inc(len(prepared.ignored))
-                channel.add_header(b"x-ignored-params", ", ".join(prepared.ignored))
+            envelope = prepared.envelope
+            record.answer_id, record.model, record.stream = envelope.id, envelope.model, prepared.stream
+            note_ignored(self.service, prepared.ignored, channel)
             try:
                 await (self._stream if prepared.stream else self._whole)(prepared, channel, clock)
             finally:
-                self._account(usage_of(prepared.runs), clock)
-        except asyncio.CancelledError:
-            if not self.service.traffic.cut_off_current():
-                raise
-            await channel.fail(draining_error())
-        except Exception as error:
-            await channel.fail(error)
+                self._account(prepared.runs, clock, record)
+
+        await answer_request(self.service, scope, receive, send, answer)
 
     async def _whole(self, prepared: Prepared, channel: Channel, clock: RequestClock) -> None:
         async with aclosing(merged(prepared.runs, clock)) as pieces:
@@ -121,18 +111,80 @@ class GenerateEndpoint:
         finally:
             keep_alive.cancel()
 
-    def _account(self, usage: Usage, clock: RequestClock) -> None:
-        metrics = self.service.metrics
+    def _account(self, runs: Sequence[ChoiceRun], clock: RequestClock, record: RequestRecord) -> None:
+        metrics, usage = self.service.metrics, usage_of(runs)
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.cached_prompt_tokens.inc(usage.cached_tokens)
         metrics.generation_tokens.inc(usage.completion_tokens)
         metrics.e2e.observe(perf_counter() - clock.arrived_s)
+        record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        record.cached_tokens, record.ttft_s = usage.cached_tokens, clock.ttft_s
+        record.finish_reasons = [run.finish_reason for run in runs]
+
+
+Answering = Callable[[Body, "Channel"], Awaitable[None]]
+
+
+async def answer_request(
+    service: Service, scope: Scope, receive: Receive, send: Send, answer: Answering, *, needs_model: bool = True
+) -> None:
+    """Read a body and run `answer` on it as a task of the service's traffic, for as long as the client is there."""
+    channel, body = Channel(send, record_of(scope)), Body(service.body_memory)
+    try:
+        if needs_model:
+            service.require_text()
+        await body.read(scope, receive)
+        work = service.traffic.start(_answer_or_tell(service, answer, body, channel))
+        await _while_connected(receive, work)
+    except ClientGoneError as error:
+        channel.record.error = error.code
+        service.metrics.client_disconnects.inc()
+    except Exception as error:
+        await channel.fail(error)
+    finally:
+        body.release()
+
+
+async def _answer_or_tell(service: Service, answer: Answering, body: Body, channel: Channel) -> None:
+    """Answer in full. Cancelled by the client's leaving, or by the end of a drain, which the client is told of."""
+    try:
+        await answer(body, channel)
+    except asyncio.CancelledError:
+        if not service.traffic.cut_off_current():
+            raise
+        await channel.fail(draining_error())
+    except Exception as error:
+        await channel.fail(error)
+
+
+async def prepared_in_turn(service: Service, caller: Caller, prepare: Callable[[], Awaitable[T]]) -> T:
+    """Do what comes before the engine has the request, which from then on minds the deadline itself."""
+    left_s = None if caller.deadline_unix_s is None else max(0.0, caller.deadline_unix_s - time())
+    deadline = asyncio.timeout(left_s)
+    try:
+        async with deadline, service.preparing:
+            return await prepare()
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise DeadlineError("The request's deadline passed before it began to run.") from None
+
+
+def note_ignored(service: Service, ignored: Sequence[str], channel: Channel) -> None:
+    """Name the unknown fields in a header, or refuse them where the server is strict."""
+    if not ignored:
+        return
+    if service.config.strict_params:
+        raise UnknownParamsError(ignored)
+    service.metrics.ignored_params.inc(len(ignored))
+    channel.add_header(b"x-ignored-params", ", ".join(ignored))
 
 
 class Channel:
     """The response as it goes out: knows whether the status line is gone, so that an error finds its form."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, record: RequestRecord) -> None:
+        self.record = record
         self._send = send
         self._extra_headers: list[Header] = []
         self._opening = asyncio.Lock()
@@ -173,6 +225,7 @@ class Channel:
         if self._ended:
             return
         reply = reply_to(error)
+        self.record.error = error.code if isinstance(error, HeadraceError) else HeadraceError.code
         if streaming:
             await self.end(reply.event)
         else:

@@ -5,6 +5,7 @@ A field that would change or constrain the output is never dropped: it is refuse
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import UnsupportedError
@@ -62,6 +63,10 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
 """Fields that would change the output if they worked, each with the values that ask for nothing."""
 
 
+CHANGES_TEXT = frozenset({"tools", "documents", "chat_template", "chat_template_kwargs"})
+"""Of these, the ones that change what a chat template writes."""
+
+
 def ignored_params(body: GenerationBody) -> list[str]:
     """Return the names of ignored fields. Raise UnsupportedError for one that asks for what we do not do yet."""
     ignored = []
@@ -75,6 +80,13 @@ def ignored_params(body: GenerationBody) -> list[str]:
     if body.stream_options is not None:
         ignored += [f"stream_options.{name}" for name in body.stream_options.model_extra or {}]
     return ignored
+
+
+def ignored_text_params(extras: Mapping[str, Any]) -> list[str]:
+    """The same for the bodies of /tokenize and /detokenize, on whose answer sampling parameters have no effect."""
+    for name in CHANGES_TEXT.intersection(extras):
+        _refuse_unless(name, extras[name], NO_EFFECT.get(name, ()))
+    return [name for name in extras if name not in SILENT and name not in CHANGES_TEXT]
 
 
 def _refuse_unless(name: str, value: Any, harmless: tuple[object, ...]) -> None:  # noqa: ANN401  (parsed JSON)

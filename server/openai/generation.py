@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal, NamedTuple, cast
 
-from engine.errors import RequestFailedError
+from engine.errors import DeadlineError, RequestFailedError
 from engine.protocol import Engine, GenerateRequest, TokenLogprobs, TokenOutput
 from engine.text.machine import TextDelta, TextMachine
 from server.metrics import ServerMetrics
@@ -53,16 +53,16 @@ class RequestClock:
 
     metrics: ServerMetrics
     arrived_s: float = field(default_factory=perf_counter)
-    first_output_seen: bool = False
+    ttft_s: float | None = None
 
     def output(self, last_s: float, tokens: int) -> float:
         """Note an output of one choice, whose previous one was at `last_s` (0 for none). Return the time now."""
         now = perf_counter()
         if last_s:
             self.metrics.itl.observe((now - last_s) / tokens)
-        elif not self.first_output_seen:
-            self.first_output_seen = True
-            self.metrics.ttft.observe(now - self.arrived_s)
+        elif self.ttft_s is None:
+            self.ttft_s = now - self.arrived_s
+            self.metrics.ttft.observe(self.ttft_s)
         return now
 
 
@@ -76,6 +76,7 @@ class ChoiceRun:
         self.machine = machine
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.finish_reason: StopReason | None = None
         self._wants_logprobs = request.sampling.logprobs is not None
         self._undecoded: deque[tuple[int, TokenLogprobs]] = deque()
         self._untold: list[Token] = []
@@ -94,6 +95,7 @@ class ChoiceRun:
                 if text:
                     yield Piece(self.index, text, self._tell_tokens())
                 if reason is not None:
+                    self.finish_reason = reason
                     yield Piece(self.index, "", self._tell_tokens(), reason)
                     return
 
@@ -132,7 +134,9 @@ class ChoiceRun:
         return tokens
 
 
-def _failure(output: TokenOutput) -> RequestFailedError:
+def _failure(output: TokenOutput) -> DeadlineError | RequestFailedError:
+    if output.error_code == DeadlineError.code:
+        return DeadlineError("The request's deadline passed before it finished.")
     error = RequestFailedError(output.error or "The engine ended the request.")
     if output.error_code is not None:
         error.code = output.error_code

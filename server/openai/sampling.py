@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +13,7 @@ from engine.protocol import EngineInfo, GenerateRequest, SamplingParams
 from engine.text.machine import TextMachine
 from engine.text.stops import StopStrings
 from engine.validation import validate
+from server.access.record import Caller
 from server.openai.fields import INT64, GenerationBody
 from server.openai.generation import ChoiceRun
 from server.service import Service
@@ -37,6 +37,7 @@ def choice_runs(
     wanted: Wanted,
     prompts: Sequence[list[int]],
     answer_id: str,
+    caller: Caller,
 ) -> list[ChoiceRun]:
     """Return prompt_index * n + j -> choice j of a prompt, each checked as the engine would check it.
 
@@ -45,7 +46,6 @@ def choice_runs(
     """
     sampling = sampling_params(body, wanted, text.info)
     stop = StopStrings(body.stop) if body.stop else None
-    timeout_s = service.config.request_timeout_s
     runs: list[ChoiceRun] = []
     for prompt_index, prompt_ids in enumerate(prompts):
         seed = body.seed if body.seed is not None else secrets.randbelow(INT64)
@@ -55,9 +55,9 @@ def choice_runs(
             group_id=group_id,
             prompt_ids=prompt_ids,
             sampling=sampling,
-            cache_scope=service.cache_scope(body.cache_salt),
+            cache_scope=service.cache_scope(caller.tenant, body.cache_salt),
             priority=body.priority,
-            deadline_unix_s=None if timeout_s is None else time.time() + timeout_s,
+            deadline_unix_s=caller.deadline_unix_s,
         )
         checked = _checked(base, text.info, wanted.names)
         for choice in range(body.n):

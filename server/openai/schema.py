@@ -7,10 +7,20 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from server.admin import AbortBody
 from server.openai.chat_body import ChatBody
 from server.openai.completion_body import CompletionBody
+from server.openai.tokenize_body import DetokenizeBody, TokenizeBody
 
-BODIES: dict[str, type[BaseModel]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/v1/tokenize": TokenizeBody,
+    "/v1/detokenize": DetokenizeBody,
+    "/admin/abort": AbortBody,
+}
 REFERENCE = "#/components/schemas/{model}"
 
 

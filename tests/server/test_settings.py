@@ -81,6 +81,13 @@ SAMPLES = {
     "max-body": ("1MB", 1_000_000),
     "keep-alive": ("5s", 5.0),
     "sse-keep-alive": ("500ms", 0.5),
+    "max-concurrent-requests": ("11", 11),
+    "strict-params": ("true", True),
+    "api-keys-file": ("k.yaml", "k.yaml"),
+    "admin-key-file": ("a.txt", "a.txt"),
+    "scope-secret-file": ("s.txt", "s.txt"),
+    "open-metrics": ("false", False),
+    "access-log": ("access.jsonl", "access.jsonl"),
     "log-level": ("debug", "debug"),
     "log-format": ("json", "json"),
 }

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
-from engine.protocol import Engine
+from engine.protocol import Admin, Engine
+from server.access.credentials import Credentials
 from server.api_process import DrainingServer
 from server.app import build_app
 from server.config import ServeConfig
@@ -63,14 +64,20 @@ def chunks(events: list[str]) -> list[dict[str, object]]:
 
 @asynccontextmanager
 async def serving(
-    engine: Engine, *, config: ServeConfig | None = None, state: Readiness | None = None, wait: bool = True
+    engine: Engine,
+    *,
+    config: ServeConfig | None = None,
+    state: Readiness | None = None,
+    wait: bool = True,
+    credentials: Credentials | None = None,
+    admin: Admin | None = None,
 ) -> AsyncIterator[ApiServer]:
     """Serve until the block ends. `wait` returns only when the model's text is there.
 
     The server's own main loop, which polls for the end ten times a second, is left out: tests end when they end.
     """
     config = config or ServeConfig()
-    app = build_app(engine, config=config, state=state or FakeReadiness())
+    app = build_app(engine, config=config, state=state or FakeReadiness(), credentials=credentials, admin=admin)
     service: Service = app.state.service
     server = DrainingServer(app, config)
     server.config.load()

@@ -64,6 +64,7 @@ class ScriptedCore:
         self.config = config
         self.steps = 0
         self.draining = False
+        self.resets = 0
         self.made_progress = True
         self._running: dict[str, tuple[GenerateRequest, int]] = {}
         self._ended: list[TokenOutput] = []
@@ -97,6 +98,9 @@ class ScriptedCore:
 
     def drain(self) -> None:
         self.draining = True
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
 
     def load(self) -> EngineLoad:
         return EngineLoad(

@@ -65,6 +65,9 @@ class TextCore:
     def drain(self) -> None:
         pass
 
+    def reset_prefix_cache(self) -> None:
+        pass
+
     def step(self) -> list[TokenOutput]:
         time.sleep(max(0.0, self._next_step_s - time.monotonic()))
         self._next_step_s = time.monotonic() + self._step_s

@@ -1,0 +1,46 @@
+"""What is known of one HTTP request while it runs: made by the outermost layer, filled in by those below it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from starlette.types import Scope
+
+_SCOPE_KEY = "headrace.record"
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Never holds text, keys or salts: it goes into logs. `tenant` is None where no keys are asked for.
+
+    `answer_id` is the id that the client reads in the body, `error` the code of the error that it was told.
+    """
+
+    request_id: str
+    tenant: str | None = None
+    answer_id: str | None = None
+    model: str | None = None
+    stream: bool = False
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    ttft_s: float | None = None
+    finish_reasons: list[str | None] = field(default_factory=list)
+    error: str | None = None
+
+
+def attach_record(scope: Scope, record: RequestRecord) -> None:
+    scope[_SCOPE_KEY] = record
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    return cast(RequestRecord, scope[_SCOPE_KEY])
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks, as far as it decides on the answer: `deadline_unix_s` is in seconds of the wall clock."""
+
+    tenant: str | None = None
+    deadline_unix_s: float | None = None
