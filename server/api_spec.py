@@ -10,7 +10,7 @@ from server.config import ServeConfig
 
 class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One line of JSON on stdin. `listen_fd` is a listening socket, shared by all API processes of one server, as are
-    `scope_secret` (hex) and `metrics_dir`, which several processes need for metrics that are summed over them.
+    `credentials` and `metrics_dir`, which several processes need for metrics that are summed over them.
     """
 
     config: ServeConfig

@@ -11,15 +11,15 @@ from engine.protocol import EngineInfo
 from server.version import VERSION
 
 
-def print_card(info: EngineInfo, url: str, stream: TextIO | None = None) -> None:
+def print_card(info: EngineInfo, url: str, stream: TextIO | None = None, *, with_key: bool = False) -> None:
     """Write the card for a server that is ready at `url`. `stream` is stderr when None."""
     out = stream or sys.stderr
-    out.write(card(info, url) + "\n")
+    out.write(card(info, url, with_key=with_key) + "\n")
     out.flush()
 
 
-def card(info: EngineInfo, url: str) -> str:
-    """The card's text."""
+def card(info: EngineInfo, url: str, *, with_key: bool = False) -> str:
+    """The card's text. `with_key`: the server asks for keys, so the request to copy sends one."""
     base = url.rstrip("/")
     rows = [
         ("model", f"{info.model} ({info.architecture})"),
@@ -34,7 +34,7 @@ def card(info: EngineInfo, url: str) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"Headrace {VERSION} is ready.", ""]
     lines += [f"  {name:<{width}}  {value}" for name, value in rows]
-    return "\n".join([*lines, "", _curl(info.model, base), ""])
+    return "\n".join([*lines, "", _curl(info.model, base, with_key), ""])
 
 
 def facts(info: EngineInfo) -> dict[str, str | int]:
@@ -60,9 +60,10 @@ def _capacity(info: EngineInfo) -> str:
     return f"{_count(info.kv_capacity_tokens, 'token')} in {blocks}: {at_once:.1f} requests at the full window"
 
 
-def _curl(model: str, base: str) -> str:
+def _curl(model: str, base: str, with_key: bool) -> str:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Say hello."}]})
-    return f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d {shlex.quote(body)}"
+    key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if with_key else ""
+    return f"  curl {base}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d {shlex.quote(body)}"
 
 
 def _count(number: int, noun: str) -> str:

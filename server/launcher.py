@@ -58,7 +58,8 @@ def run(
         log.info("listening on %s", url)
         core = _core_child(config, core_module, address)
         apis = _api_children(config, credentials or Credentials(), api_module, address, listener.fileno(), directory)
-        return asyncio.run(Launcher(core, apis, address, url, config).run())
+        with_key = bool(credentials and credentials.keys) or config.api_keys_file is not None
+        return asyncio.run(Launcher(core, apis, address, url, config, with_key=with_key).run())
 
 
 def _core_child(config: ServeConfig, module: str, address: str) -> ChildSpec:
@@ -94,11 +95,21 @@ def _api_children(
 class Launcher:
     """The children of one server, from their start to their end. Lives for one `run()`."""
 
-    def __init__(self, core: ChildSpec, apis: Sequence[ChildSpec], address: str, url: str, config: ServeConfig) -> None:
+    def __init__(
+        self,
+        core: ChildSpec,
+        apis: Sequence[ChildSpec],
+        address: str,
+        url: str,
+        config: ServeConfig,
+        *,
+        with_key: bool,
+    ) -> None:
         self._core = Child(core, final_codes={MODEL_FAILED_CODE})
         self._apis = [Child(api) for api in apis]
         self._engine = RemoteEngine(address)
         self._url = url
+        self._with_key = with_key
         self._drain_timeout_s = config.drain_timeout_s
         self._log_format = config.log_format
         self._stop = asyncio.Event()
@@ -151,7 +162,7 @@ class Launcher:
             log.info("%s is ready at %s", info.model, self._url, extra=facts(info))
             return
         log.info("%s is ready at %s", info.model, self._url)
-        print_card(info, self._url)
+        print_card(info, self._url, with_key=self._with_key)
 
     async def _failure(self) -> HeadraceError:
         """Return why the engine's process gave up. It told the wire before it ended."""

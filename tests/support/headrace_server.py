@@ -39,7 +39,7 @@ class HeadraceServer:
                 cwd=ROOT,
                 stdout=stderr,
                 stderr=stderr,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "HEADRACE_STATE_DIR": str(log.parent / "state")},
             )
 
     @property
