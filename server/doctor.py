@@ -54,17 +54,26 @@ def _python() -> Check:
 
 
 _ASK_TORCH = """
-import json, torch
-devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+import json, sys, torch
+sys.path.append(sys.argv[1])
+from engine.attention.registry import choose
+cuda = torch.cuda.is_available()
+devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "devices": devices,
+                  "operators": choose(torch.device("cuda" if cuda else "cpu"), "default").name,
                   "threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability()}))
 """
 
 
 def _torch() -> Iterator[Check]:
+    root = str(Path(__file__).parents[1])
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, check=True
+            [sys.executable, "-c", _ASK_TORCH, root],
+            capture_output=True,
+            text=True,
+            timeout=TORCH_TIMEOUT_S,
+            check=True,
         )
         told = json.loads(done.stdout)
     except subprocess.CalledProcessError as error:
@@ -82,6 +91,7 @@ def _torch() -> Iterator[Check]:
         yield Check("device", "note", "cpu: this build of torch can use a GPU and finds none")
     else:
         yield Check("device", "good", "cpu")
+    yield Check("operators", "good", told["operators"])
     yield Check("threads", "good", f"{told['threads']} of torch, {os.cpu_count()} cores")
 
 

@@ -409,6 +409,36 @@ def test_draining_refuses_and_lets_run_what_runs(bench: Bench) -> None:
     assert outputs_of(peer.received(wire.Outputs, 5), "old")[-1].finish_reason == "length"
 
 
+def test_an_operator_ends_a_request_of_any_peer_with_all_its_choices(bench: Bench) -> None:
+    bench.serve()
+    one, other, operator = bench.welcomed(), bench.welcomed(), bench.welcomed()
+    for peer, name in [(one, "a-0-0"), (one, "a-0-1"), (one, "ab-0-0"), (other, "a"), (other, "b")]:
+        peer.send(wire.Submit(request(name, count=50)))
+    bench.pump_until(lambda: bench.host.num_running == 5)
+    operator.send(wire.AbortRequests(7, "a"))
+    assert operator.received(wire.CountReply) == [wire.CountReply(7, 3)]
+    ended = [output for peer, count in ((one, 2), (other, 1)) for output in batched(peer.received(wire.Outputs, count))]
+    assert {output.request_id for output in ended} == {"a-0-0", "a-0-1", "a"}
+    assert {(output.finish_reason, output.error_code) for output in ended} == {("abort", "aborted_by_operator")}
+    assert bench.core.load().running == 2
+    operator.send(wire.AbortRequests(8, "a"))
+    assert operator.received(wire.CountReply) == [wire.CountReply(8, 0)]
+
+
+def batched(messages: list[wire.Outputs]) -> list[TokenOutput]:
+    return [output for message in messages for output in message.batch]
+
+
+def test_the_prefix_cache_is_reset_once_for_each_time_that_it_is_asked_for(bench: Bench) -> None:
+    peer = bench.peer()
+    peer.send(wire.ResetPrefixCache(1))
+    assert isinstance(from_wire(peer.received(wire.ErrorReply)[0].error), LoadingError)
+    bench.serve()
+    peer.send(wire.ResetPrefixCache(2))
+    assert peer.received(wire.DoneReply) == [wire.DoneReply(2)]
+    assert bench.core.resets == 1
+
+
 def test_an_output_that_fits_no_frame_fails_its_request_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.serve()
     peer = bench.welcomed()

@@ -8,7 +8,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.wire.client import RemoteEngine
 from server.access.credentials import Credentials
 from server.access.guard import _is_loopback
 from server.access.keys import KeyEntry, digest_of
@@ -172,16 +171,3 @@ async def test_abort_and_drain_reach_requests_of_every_api_process(tmp_path: Pat
             assert (await client.get("/ready")).status_code == 503
             assert (await client.get("/health")).status_code == 200
             assert (await asyncio.wait_for(tasks[5], 30)).endswith("[DONE]\n\n")
-
-
-async def test_the_prefix_cache_is_reset_over_the_wire(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/e"
-    with text_core(address):
-        engine = RemoteEngine(address)
-        engine.open()
-        try:
-            await asyncio.wait_for(engine.wait_ready(), 30)
-            await engine.reset_prefix_cache()
-            assert await engine.abort_requests("nobody") == 0
-        finally:
-            engine.close()

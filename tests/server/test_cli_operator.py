@@ -128,7 +128,7 @@ def test_doctor_tells_what_is_there_and_fails_for_a_port_in_use(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert run(["doctor", "--port", str(taken.getsockname()[1])]) == 1
     shown = capsys.readouterr().out
-    for name in ("python", "torch", "device", "threads", "memory", "model cache", "state", "open files"):
+    for name in ("python", "torch", "device", "operators", "threads", "memory", "model cache", "state", "open files"):
         assert f"  {name} " in shown
     assert "BAD   port" in shown
     assert run(["doctor", "--port", "0"]) == 0
