@@ -58,6 +58,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
 
     @property
     def token_limit(self) -> int | None:

@@ -1,0 +1,100 @@
+"""The OpenAPI document and the server agree: generated requests get answers of the described kinds, never a 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+
+from server.openai.chat_body import ChatBody
+from server.openai.completion_body import CompletionBody
+from tests.support.api_server import serving
+from tests.support.fake_engine import FakeEngine
+
+EXAMPLES = 40
+GENERATING = ["/v1/chat/completions", "/v1/completions"]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server on a loop in a thread of its own: the generated tests are synchronous."""
+    started: list[str] = []
+    up = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        async with serving(FakeEngine()) as server:
+            started.append(server.url)
+            up.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
+    thread.start()
+    assert up.wait(30)
+    yield started[0]
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(30)
+    assert not thread.is_alive()
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def document(url: str) -> Any:  # noqa: ANN401  (parsed JSON)
+    return schemathesis.openapi.from_url(url + "/openapi.json")
+
+
+schema = schemathesis.pytest.from_fixture("document")
+
+
+def check_shape(response: schemathesis.Response) -> None:
+    """An answer, or an error in OpenAI's shape; never the server's own fault."""
+    assert response.status_code < 500, response.text
+    if response.status_code >= 400:
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+        assert error["message"]
+
+
+@schema.parametrize()
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+def test_generated_requests_get_an_answer_or_a_proper_error(case: schemathesis.Case) -> None:
+    response = case.call(timeout=30)
+    if case.path in GENERATING:
+        check_shape(response)
+    else:
+        assert response.status_code < 500, response.text
+
+
+def test_the_document_describes_every_field_of_the_bodies(url: str) -> None:
+    described = httpx.get(url + "/openapi.json").json()
+    for path, body in zip(GENERATING, (ChatBody, CompletionBody), strict=True):
+        content = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert set(content["properties"]) == set(body.model_fields)
+
+
+def test_what_the_document_gives_as_bounds_is_refused_outside_them(url: str) -> None:
+    described = httpx.get(url + "/openapi.json").json()
+    checked = 0
+    base: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "a"}]},
+        "/v1/completions": {"model": "tiny", "prompt": "a"},
+    }
+    for path, fields in base.items():
+        content = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for name, rules in content["properties"].items():
+            for rule in rules.get("anyOf", [rules]):
+                for bound, step in (("minimum", -1), ("maximum", 1)):
+                    if bound in rule:
+                        response = httpx.post(url + path, json={**fields, name: rule[bound] + step})
+                        assert response.status_code == 400, (path, name, response.text)
+                        assert response.json()["error"]["param"] == name
+                        checked += 1
+    assert checked > 30
