@@ -40,11 +40,12 @@ async def whole_and_streamed(server: ApiServer, **fields: object) -> tuple[dict[
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
 @pytest.mark.parametrize("prompt", ["Hi thére, the end", byte_ids("Hi thére".encode()), [1, *byte_ids(b"ab"), 2]])
 async def test_an_echo_has_four_lists_of_one_length_that_begin_with_the_prompt(prompt: Any, max_tokens: int) -> None:  # noqa: ANN401
-    async with serving(FakeEngine()) as server:
+    engine = FakeEngine()
+    engine.say("x" * 40)
+    async with serving(engine) as server:
         choice, streamed = await whole_and_streamed(
             server, prompt=prompt, echo=True, logprobs=2, max_tokens=max_tokens, ignore_eos=True
         )
-        engine: FakeEngine = server.service.engine  # type: ignore[assignment]
     ids = engine.seen[0].prompt_ids
     logprobs = choice["logprobs"]
     assert {len(logprobs[name]) for name in LISTS} == {len(ids) + max_tokens}
@@ -143,6 +144,7 @@ async def test_tokens_behind_a_stop_string_are_not_told() -> None:
 async def test_a_stop_reason_is_what_the_client_named() -> None:
     engine = FakeEngine()
     async with serving(engine) as server:
+        engine.say("one")
         by_itself = (await server.chat()).json()["choices"][0]
         by_token = (await server.chat(stop_token_ids=[EOS_ID])).json()["choices"][0]
         parts: list[Any] = chunks(await server.events("/v1/chat/completions", chat_body(stop=["e"], stream=True)))
