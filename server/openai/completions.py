@@ -12,7 +12,7 @@ from server.openai.exchange import Prepared
 from server.openai.extras import ignored_params
 from server.openai.generation import Answer, ChoiceRun, Piece, Usage
 from server.openai.logprobs import IdNames, TokenNames, completion_logprobs, prompt_logprobs
-from server.openai.sampling import Wanted, choice_runs
+from server.openai.sampling import Wanted, check_prompt_values, choice_runs
 from server.openai.sse import (
     NOT_FINISHED,
     Envelope,
@@ -61,10 +61,11 @@ async def prepare_completion(service: Service, body: bytes) -> Prepared:
 async def _echoes(text: TextService, request: CompletionBody, ids: Sequence[list[int]]) -> list[Echo]:
     if not request.echo:
         return []
-    pairs = list(zip(request.prompt, ids, strict=True))
+    check_prompt_values(sum(map(len, ids)) * request.n, request.wanted_prompt_logprobs or 0)
     codec, size = text.codec, text.info.vocab_size
-    if any(max(own) >= size for own in ids):
-        return []  # token ids that stand for nothing: the door will say so
+    if any(max(own, default=0) >= size for own in ids):
+        return []  # token ids that stand for nothing: the engine's door names them
+    pairs = list(zip(request.prompt, ids, strict=True))
     return await text.in_thread(lambda: [echo_of(codec, prompt, own) for prompt, own in pairs])
 
 

@@ -20,7 +20,7 @@ from server.openai.generation import ChoiceRun
 from server.service import Service
 from server.text_service import TextService
 
-MAX_PROMPT_LOGPROBS = 500_000
+MAX_PROMPT_VALUES = 500_000
 """Values in one answer: a second of work and some tens of megabytes."""
 
 
@@ -53,7 +53,8 @@ def choice_runs(
     Choices of a prompt share a group and differ in their seed: choice j has seed + j. Without a seed of the client's
     each prompt draws its own, so that equal prompts of one request do not answer alike.
     """
-    _check_prompt_logprobs(wanted.prompt_logprobs, sum(map(len, prompts)) * body.n)
+    if wanted.prompt_logprobs is not None:
+        check_prompt_values(sum(map(len, prompts)) * body.n, wanted.prompt_logprobs)
     sampling = sampling_params(body, wanted, text.info)
     stop = StopStrings(body.stop) if body.stop else None
     timeout_s = service.config.request_timeout_s
@@ -92,12 +93,12 @@ def choice_runs(
     return runs
 
 
-def _check_prompt_logprobs(alternatives: int | None, prompt_tokens: int) -> None:
-    """Bound the answer: it is made and sent in one piece."""
-    if alternatives is not None and prompt_tokens * (alternatives + 1) > MAX_PROMPT_LOGPROBS:
+def check_prompt_values(prompt_tokens: int, alternatives: int) -> None:
+    """Bound what an answer tells of its prompts: it is made and sent in one piece."""
+    if prompt_tokens * (alternatives + 1) > MAX_PROMPT_VALUES:
         raise RequestError(
-            f"Log-probabilities of {prompt_tokens} prompt tokens with {alternatives} alternatives each are more than"
-            f" {MAX_PROMPT_LOGPROBS} values: send fewer prompts at once.",
+            f"{prompt_tokens} prompt tokens with {alternatives} alternatives each are more than {MAX_PROMPT_VALUES}"
+            " values to answer with: send fewer prompts at once.",
             param="prompt",
         )
 
