@@ -23,10 +23,15 @@ def _content(value: object) -> object:
     return value
 
 
+TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
 Content = Annotated[
     str | list[dict[str, Any]] | None,
     PlainValidator(_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}, {"type": "null"}]}),
 ]
 
 
