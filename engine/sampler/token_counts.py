@@ -18,12 +18,13 @@ _CHUNK_ELEMENTS = 2**22
 class TokenCounts:
     """An entry is twice the number of times that the slot's output has the token, plus one if its prompt has it.
 
-    The table exists from the first request with a penalty on.
+    On a CPU the table exists from the first request with a penalty on; on a GPU, whose memory is given out when the engine
+    starts, from the start.
     """
 
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
         self._max_slots, self._vocab_size, self._device = max_slots, vocab_size, device
-        self._table: Tensor | None = None
+        self._table = self._new_table() if device.type == "cuda" else None
         self._active = np.zeros(max_slots, dtype=np.bool_)
         self._presence = np.zeros(max_slots, dtype=np.float32)
         self._frequency = np.zeros(max_slots, dtype=np.float32)
@@ -37,12 +38,14 @@ class TokenCounts:
         self._active[slot] = active = penalties != (0.0, 0.0, 1.0)
         if active:
             if self._table is None:
-                shape = (self._max_slots, self._vocab_size)
-                self._table = torch.zeros(shape, dtype=torch.int32, device=self._device)
+                self._table = self._new_table()
             counts = 2 * np.bincount(np.asarray(new_slot.output_ids, dtype=np.int64), minlength=self._vocab_size)
             counts[np.asarray(new_slot.prompt_ids, dtype=np.int64)] += 1  # once each: the index is not accumulated
             self._table[slot] = torch.from_numpy(counts.astype(np.int32)).to(self._device)
         return bool(active)
+
+    def _new_table(self) -> Tensor:
+        return torch.zeros((self._max_slots, self._vocab_size), dtype=torch.int32, device=self._device)
 
     def penalise(self, logits: Tensor, slots: NDArray[np.int64]) -> None:
         """Change float32 `logits` [rows, vocab] in place, those of tokens that the slots have seen."""
