@@ -18,8 +18,8 @@ _CHUNK_ELEMENTS = 2**22
 class TokenCounts:
     """An entry is twice the number of times that the slot's output has the token, plus one if its prompt has it.
 
-    On a CPU the table exists from the first request with a penalty on; on a GPU, whose memory is given out when the engine
-    starts, from the start.
+    On a CPU the table exists from the first request with a penalty on, on a GPU, whose memory is given out when the
+    engine starts, from the start.
     """
 
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
