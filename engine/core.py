@@ -112,7 +112,8 @@ class EngineCore:
         if spec.sampling.seed is None:
             sampling = msgspec.structs.replace(spec.sampling, seed=secrets.randbits(63))
             spec = msgspec.structs.replace(spec, sampling=sampling)
-        max_tokens = spec.sampling.max_tokens or 1  # validate() has set it
+        max_tokens = spec.sampling.max_tokens
+        assert max_tokens is not None, "validate() sets it"
         request = Request(
             spec,
             arrival=self._arrivals,
@@ -212,6 +213,8 @@ class EngineCore:
         if result.prompt_logprobs is not None:
             request.add_prompt_logprobs(row.start, result.prompt_logprobs)
         if not row.sample:
+            if request.prefill_only and row.start + row.count == request.prompt_len:
+                self._end(request, "length")
             return
         offset = len(request.tokens) - request.prompt_len
         reason = request.extend(result.token_ids)

@@ -24,7 +24,8 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True):
     """A request takes a slot. `prompt_len` is its number of prompt tokens: output index = position - prompt_len.
 
     `end_ids` are the tokens that min_tokens forbids while output index < min_tokens (end and stop tokens).
-    `sampling.seed` is set.
+    `sampling.seed` is set. `prompt_ids` and `output_ids` (the output so far, of a resumed or preempted request) are
+    there only for sampling that depends on them.
     """
 
     slot: int
@@ -32,6 +33,8 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     end_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    prompt_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):

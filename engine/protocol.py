@@ -28,7 +28,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     temperature 0 is greedy. top_k 0 is off. `logprobs` None gives none, k >= 0 the chosen token's and k alternatives'.
     `seed` None is replaced by a drawn one at admission. `max_tokens` counts output tokens, resumed ones included.
+    max_tokens 0 computes the prompt and samples nothing.
     `stop_token_ids` are the user's: `ignore_eos` switches off the model's end tokens only.
+
+    presence and frequency penalties count output tokens, the repetition penalty the prompt's too; 0, 0 and 1 are off.
+    `logit_bias` is added to logits by token id. `bad_words` are token sequences that the output must not contain.
+    `allowed_token_ids` None allows every token. How they are put together stands in engine/sampler/edits.py.
     """
 
     temperature: float = 1.0
@@ -41,6 +46,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def depends_on_prompt(self) -> bool:
+        """Whether the choice of a token needs to know which tokens the prompt has, beyond their logits."""
+        return self.repetition_penalty != 1.0
+
+    @property
+    def depends_on_outputs(self) -> bool:
+        """Whether it needs to know the output so far."""
+        penalised = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        return penalised or any(len(word) > 1 for word in self.bad_words)
 
 
 class Grammar(msgspec.Struct, frozen=True):

@@ -53,6 +53,7 @@ class Request:
         "order",
         "output_started",
         "pending",
+        "prefill_only",
         "prompt_len",
         "prompt_logprobs",
         "published_blocks",
@@ -77,7 +78,8 @@ class Request:
         eos_ids: tuple[int, ...],
         block_size: int,
     ) -> None:
-        """`spec` is validated and has a seed. `max_total_tokens` bounds prompt and output together."""
+        """`spec` is validated and has a seed. `max_total_tokens` bounds prompt and output together; a request that may
+        have no output computes its prompt and ends."""
         self.spec = spec
         self.order = (spec.priority, arrival)
         self.state = RequestState.WAITING
@@ -85,7 +87,8 @@ class Request:
         self.tokens = array("I", spec.prompt_ids)
         self.tokens.extend(spec.resume_ids)
         self.prompt_len = len(spec.prompt_ids)
-        self.max_total_tokens = max_total_tokens
+        self.prefill_only = max_total_tokens <= self.prompt_len
+        self.max_total_tokens = max(max_total_tokens, self.prompt_len + 1)
         self.pending = 0
         # Tokens that end the request, and that min_tokens forbids before its time.
         model_ends = () if spec.sampling.ignore_eos else eos_ids

@@ -66,7 +66,7 @@ class StepDraft:
         """Give the request its next `count` tokens. Its tables cover them."""
         start = request.num_computed
         end = start + count
-        sample = end == len(request.tokens) + request.pending
+        sample = end == len(request.tokens) + request.pending and not request.prefill_only
         token_ids = None if request.on_device else tuple(request.tokens[start:end])
         new_blocks = no_new_blocks
         if request.capacity > request.sent_capacity:
@@ -93,7 +93,11 @@ class StepDraft:
 
 def _new_slot(request: Request) -> NewSlot:
     wanted = request.spec.prompt_logprobs if request.prompt_logprobs_missing else None
-    return NewSlot(request.slot, request.prompt_len, request.spec.sampling, request.end_ids, wanted)
+    sampling, prompt_len = request.spec.sampling, request.prompt_len
+    prompt_ids = tuple(request.tokens[:prompt_len]) if sampling.depends_on_prompt else ()
+    # All of the output is known here: a request that waits has no tokens in flight.
+    output_ids = tuple(request.tokens[prompt_len:]) if sampling.depends_on_outputs else ()
+    return NewSlot(request.slot, prompt_len, sampling, request.end_ids, wanted, prompt_ids, output_ids)
 
 
 class Scheduler:
@@ -149,6 +153,8 @@ class Scheduler:
             if num_tokens >= request.max_total_tokens:
                 continue  # its last token is being sampled
             count = num_tokens - request.num_computed
+            if count == 0:
+                continue  # it samples nothing, and the last of its prompt is being computed
             if count > 1:
                 count = min(count, max(1, draft.budget - (len(running) - index)))
             if request.num_computed + count > request.capacity:

@@ -18,6 +18,10 @@ from kvstore.keys import KEY_BYTES
 
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+"""Token sequences: a word of the client's may be several."""
+MAX_BAD_WORD_TOKENS = 64
 MAX_ID_CHARS = 256
 MAX_TRACE_CHARS = 512
 GREEDY_BELOW = 1e-5
@@ -43,7 +47,7 @@ def validate(request: GenerateRequest, info: EngineInfo) -> GenerateRequest:
     _check_token_ids(request.resume_ids, "resume_ids", info.vocab_size)
     sampling = _check_sampling(request.sampling, info)
     sampling = _resolve_lengths(sampling, len(request.prompt_ids), window, info.max_model_len)
-    if len(request.resume_ids) >= (sampling.max_tokens or 0):
+    if request.resume_ids and len(request.resume_ids) >= (sampling.max_tokens or 0):
         raise RequestError(
             f"resume_ids has {len(request.resume_ids)} tokens, which leaves none of the {sampling.max_tokens} allowed",
             param="resume_ids",
@@ -108,6 +112,7 @@ def _check_sampling(sampling: SamplingParams, info: EngineInfo) -> SamplingParam
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise _out_of_range("stop_token_ids", len(sampling.stop_token_ids), f"have at most {MAX_STOP_TOKEN_IDS} ids")
     _check_token_ids(sampling.stop_token_ids, "stop_token_ids", info.vocab_size)
+    _check_edits(sampling, info)
     temperature = 0.0 if sampling.temperature < GREEDY_BELOW else sampling.temperature
     top_k = min(max(sampling.top_k, 0), info.vocab_size)
     if temperature == sampling.temperature and top_k == sampling.top_k:
@@ -115,10 +120,43 @@ def _check_sampling(sampling: SamplingParams, info: EngineInfo) -> SamplingParam
     return msgspec.structs.replace(sampling, temperature=temperature, top_k=top_k)
 
 
+def _check_edits(sampling: SamplingParams, info: EngineInfo) -> None:
+    """Check what changes logits before the choice."""
+    _check_number("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
+    _check_number("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
+    _check_number("repetition_penalty", sampling.repetition_penalty, 0.01, 10.0)
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        raise _out_of_range("logit_bias", len(sampling.logit_bias), f"have at most {MAX_LOGIT_BIAS} entries")
+    _check_token_ids(tuple(sampling.logit_bias), "logit_bias", info.vocab_size)
+    for value in sampling.logit_bias.values():
+        _check_number("logit_bias", value, -100.0, 100.0)
+    if len(sampling.bad_words) > MAX_BAD_WORDS:
+        raise _out_of_range("bad_words", len(sampling.bad_words), f"be at most {MAX_BAD_WORDS} token sequences")
+    for word in sampling.bad_words:
+        if not 0 < len(word) <= MAX_BAD_WORD_TOKENS:
+            raise _out_of_range("bad_words", len(word), f"each have 1 to {MAX_BAD_WORD_TOKENS} tokens")
+        _check_token_ids(word, "bad_words", info.vocab_size)
+    if sampling.allowed_token_ids is not None:
+        _check_allowed(sampling, sampling.allowed_token_ids, info)
+
+
+def _check_allowed(sampling: SamplingParams, allowed: tuple[int, ...], info: EngineInfo) -> None:
+    if not 0 < len(allowed) <= info.vocab_size:
+        raise _out_of_range("allowed_token_ids", len(allowed), f"have 1 to {info.vocab_size} ids")
+    _check_token_ids(allowed, "allowed_token_ids", info.vocab_size)
+    banned = {word[0] for word in sampling.bad_words if len(word) == 1}
+    if sampling.min_tokens:
+        banned.update(sampling.stop_token_ids, () if sampling.ignore_eos else info.eos_ids)
+    if banned.issuperset(allowed):
+        raise RequestError(
+            "allowed_token_ids has only tokens that bad_words or min_tokens forbid", param="allowed_token_ids"
+        )
+
+
 def _resolve_lengths(sampling: SamplingParams, prompt_len: int, window: int, max_model_len: int) -> SamplingParams:
     """Set max_tokens to what the window leaves: None means all of it, and more than that is cut."""
     rest = window - prompt_len
-    _check_int("max_tokens", sampling.max_tokens, 1, max_model_len, optional=True)
+    _check_int("max_tokens", sampling.max_tokens, 0, max_model_len, optional=True)
     most = max_model_len if sampling.max_tokens is None else sampling.max_tokens
     _check_int("min_tokens", sampling.min_tokens, 0, most)
     max_tokens = min(most, rest)

@@ -79,7 +79,9 @@ class Run:
         """Return the request for a new attempt: the same seed, and everything emitted so far as output to resume."""
         self._attempt += 1
         resume_ids = [*self.request.resume_ids, *self._emitted]
-        return msgspec.structs.replace(self.request, attempt=self._attempt, resume_ids=resume_ids)
+        request = msgspec.structs.replace(self.request, attempt=self._attempt, resume_ids=resume_ids)
+        # They came with the first output, and computing them again would keep the prompt out of the prefix cache.
+        return msgspec.structs.replace(request, prompt_logprobs=None) if self.has_started else request
 
     def accept(self, output: TokenOutput) -> TokenOutput | None:
         """Return the output as the client is to see it, or None when it is a late duplicate.

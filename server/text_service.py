@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -55,10 +55,25 @@ class TextService:
                 for prompt in prompts
             ]
 
-        return await self._in_thread(encode_all)
+        return await self.in_thread(encode_all)
+
+    async def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Tokenise words as they stand at the start of a text and behind a space."""
+
+        def encode_all() -> tuple[tuple[int, ...], ...]:
+            forms = [form for word in words for form in (word.lstrip(), " " + word.lstrip())]
+            ids = [tuple(self.codec.encode(form, parse_special=True, param="bad_words")) for form in forms]
+            return tuple(dict.fromkeys(filter(None, ids)))
+
+        return await self.in_thread(encode_all) if words else ()
 
     async def chat_ids(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, continue_final_message: bool
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, object] | None = None,
     ) -> list[int]:
         """Render a conversation and tokenise it; the template itself writes the special tokens."""
         template = self.template
@@ -70,14 +85,14 @@ class TextService:
 
         def render_and_encode() -> list[int]:
             if not continue_final_message:
-                text = template.render(messages, add_generation_prompt=add_generation_prompt)
+                text = template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
                 return self._encode(text, "messages")
             mark = secrets.token_hex(16) + " "  # not to be guessed by who writes the messages
             marked = [*messages[:-1], _with_mark(messages[-1], mark)]
-            text = template.render(marked, add_generation_prompt=add_generation_prompt)
+            text = template.render(marked, add_generation_prompt=add_generation_prompt, variables=variables)
             return self._encode(_cut_at_mark(text, mark), "messages")
 
-        return await self._in_thread(render_and_encode)
+        return await self.in_thread(render_and_encode)
 
     def _encode(self, text: str, param: str, *, add_bos: bool = False) -> list[int]:
         """Tokenise what may fit the window. A megabyte takes a second, so what cannot fit is refused by its length."""
@@ -98,9 +113,10 @@ class TextService:
 
     async def shown_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens by name. Raises RequestError for ids outside of the vocabulary."""
-        return await self._in_thread(lambda: self.codec.decode(token_ids, show_special=True))
+        return await self.in_thread(lambda: self.codec.decode(token_ids, show_special=True))
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Do work with text off the loop. Raises PressureError when too much of it waits."""
         if self._queued >= MAX_QUEUED:
             raise PressureError("Too many prompts wait to be tokenised.")
         self._queued += 1

@@ -14,7 +14,13 @@ from engine.errors import ModelError
 from engine.layers.rotary import Llama3Scaling, RopeSettings
 from engine.models.llama_config import LlamaConfig
 
-SAMPLING_DEFAULTS: dict[str, type] = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
+SAMPLING_DEFAULTS: dict[str, type] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+}
 
 _DIRECTORY = "It needs config.json, model.safetensors and tokenizer.json; a GGUF file is given by its own path."
 

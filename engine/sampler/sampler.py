@@ -1,8 +1,9 @@
 """Chooses a token for each row of logits. Owns the sampling parameters of the slots; knows no requests and no blocks.
 
-A row's token depends on its logits, its slot's parameters and the position alone. Rows are of three kinds, each paying
-only for itself: greedy (argmax), plain (temperature, perhaps min_p: argmax of logits / T + Gumbel noise over the whole
-vocabulary), and filtered (top_k or top_p: the same over the ranked head of the row).
+A row's token depends on its logits, its slot's parameters, the position and, with penalties or bad words, on the slot's
+tokens so far. Rows are of three kinds, each paying only for itself: greedy (argmax), plain (temperature, perhaps min_p:
+argmax of logits / T + Gumbel noise over the whole vocabulary), and filtered (top_k or top_p: the same over the ranked
+head of the row). Rows whose logits are edited first (engine/sampler/edits.py) are copied and chosen apart.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.plan import NewSlot
 from engine.protocol import TokenLogprobs
+from engine.sampler.edits import LogitEdits
 from engine.sampler.filters import choose_filtered
 from engine.sampler.logprobs import LogprobTensors, logprobs_of
 from engine.sampler.noise import Purpose, noise_keys
@@ -26,6 +29,7 @@ from engine.sampler.plain import PlainChoice
 from engine.sampler.rows import RowParams
 
 _NOT_FINITE = "the model's logits for this request are not finite numbers"
+_NOTHING_LEFT = "bad_words, allowed_token_ids and the other parameters of this request leave no token to choose"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,14 @@ class Sampled:
     logprobs: LogprobTensors | None = None
     logprob_rows: tuple[int, ...] = ()
     logprob_counts: tuple[int, ...] = ()
+    edited_rows: tuple[int, ...] = ()
 
     def host(self) -> tuple[list[int], list[TokenLogprobs | None], list[str | None]]:
         """Return token ids, logprobs (None where not asked for) and errors. A row with an error has token id 0."""
         ids: list[int] = self.token_ids.tolist()
         errors = [_NOT_FINITE if failed else None for failed in self.failed.tolist()]
+        for row in self.edited_rows:
+            errors[row] = None if errors[row] is None else _NOTHING_LEFT
         logprobs: list[TokenLogprobs | None] = [None] * len(ids)
         if self.logprobs is not None:
             for row, values in zip(self.logprob_rows, self.logprobs.host(self.logprob_counts), strict=True):
@@ -68,7 +75,9 @@ class Sampler:
         self._end_ids: list[tuple[int, ...]] = [()] * max_slots
         self._logprobs = np.full(max_slots, -1, dtype=np.int64)
         self._plain: PlainChoice | None = None
+        self._edits = LogitEdits(max_slots, vocab_size, device)
 
+    @torch.inference_mode()
     def set_slot(self, new_slot: NewSlot) -> None:
         """Take the parameters of the request that now has the slot."""
         slot, sampling = new_slot.slot, new_slot.sampling
@@ -83,6 +92,7 @@ class Sampler:
         self._free_position[slot] = new_slot.prompt_len + sampling.min_tokens
         self._end_ids[slot] = tuple(token for token in new_slot.end_ids if 0 <= token < self._vocab_size)
         self._logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        self._edits.set_slot(new_slot)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
@@ -91,6 +101,36 @@ class Sampler:
         """
         logits = logits[:, : self._vocab_size]
         slot_of = np.asarray(slots, dtype=np.int64)
+        edited = np.flatnonzero(self._edits.wanted(slot_of))
+        if not len(edited):
+            token_ids, failed = self._choose(logits, slot_of, positions)
+        else:
+            token_ids, failed = self._choose_edited(logits, slot_of, np.asarray(positions, dtype=np.int64), edited)
+        sampled = self._with_logprobs(logits, slot_of, token_ids, failed)
+        return replace(sampled, edited_rows=tuple(edited.tolist())) if len(edited) else sampled
+
+    def _choose_edited(
+        self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64], edited: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
+        """As `_choose`, for a batch in which the rows `edited` have their logits edited, in a copy of their own."""
+        token_ids = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        failed = torch.empty(len(slots), dtype=torch.bool, device=self._device)
+        others = np.setdiff1d(np.arange(len(slots)), edited)
+        for rows in (others, edited):
+            if not len(rows):
+                continue
+            at = torch.from_numpy(rows).to(self._device)
+            own = logits[at]
+            if rows is edited:
+                own = own.to(torch.float32)
+                self._edits.apply(own, slots[rows], positions[rows])
+            token_ids[at], failed[at] = self._choose(own, slots[rows], positions[rows].tolist())
+        at = torch.from_numpy(edited).to(self._device)
+        self._edits.note(slots[edited], positions[edited], token_ids[at])
+        return token_ids, failed
+
+    def _choose(self, logits: Tensor, slot_of: np.ndarray, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return a token for each row, and whether its logits are no numbers to choose by."""
         with self._forbid_early_ends(logits, slot_of, positions):
             largest, token_ids = first_argmax(logits)
             failed = ~largest.isfinite()
@@ -103,7 +143,7 @@ class Sampler:
                     params = self._params(slot_of[index], [positions[row] for row in index.tolist()], largest[at])
                     token_ids[at] = choose(take_rows(logits, at), params)
         token_ids.masked_fill_(failed, 0)
-        return self._with_logprobs(logits, slot_of, token_ids, failed)
+        return token_ids, failed
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: Tensor, target_ids: Sequence[int], top_k: int) -> list[TokenLogprobs]:

@@ -23,10 +23,15 @@ def _content(value: object) -> object:
     return value
 
 
+TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
 Content = Annotated[
     str | list[dict[str, Any]] | None,
     PlainValidator(_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}, {"type": "null"}]}),
 ]
 
 
@@ -58,6 +63,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
 
     @property
     def token_limit(self) -> int | None:

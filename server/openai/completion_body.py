@@ -8,7 +8,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from engine.validation import MAX_LOGPROBS
-from server.openai.fields import GenerationBody, Whole
+from server.openai.fields import INT64, GenerationBody, Whole
 
 MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16
@@ -68,7 +68,15 @@ Prompts = Annotated[
 class CompletionBody(GenerationBody):
     prompt: Prompts
     logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=0, lt=INT64)] | None = None
     add_special_tokens: bool = True
+    echo: bool = False
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """What the engine is asked for: an echoed prompt has logprobs where the output has."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in wanted if count is not None), default=None)
 
     @property
     def token_limit(self) -> int:

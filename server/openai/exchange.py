@@ -47,6 +47,8 @@ class Format(Protocol):
 
     def usage(self, usage: Usage) -> bytes: ...
 
+    def with_usage(self, chunk: bytes, usage: Usage) -> bytes: ...
+
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes: ...
 
 
@@ -60,6 +62,7 @@ class Prepared:
     stream: bool
     include_usage: bool
     ignored: list[str]
+    continuous_usage: bool = False
 
 
 Prepare = Callable[[Service, bytes, Caller], Awaitable[Prepared]]
@@ -104,7 +107,10 @@ class GenerateEndpoint:
             async with aclosing(merged(prepared.runs, clock)) as pieces:
                 opening = b"".join(text.opening(run.index) for run in prepared.runs)
                 async for piece in pieces:
-                    await channel.write(opening + text.piece(piece) if opening else text.piece(piece))
+                    chunk = text.piece(piece)
+                    if prepared.continuous_usage:
+                        chunk = text.with_usage(chunk, usage_of(prepared.runs))
+                    await channel.write(opening + chunk if opening else chunk)
                     opening = b""
             usage = text.usage(usage_of(prepared.runs)) if prepared.include_usage else b""
             await channel.end(usage + DONE)

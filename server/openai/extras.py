@@ -23,21 +23,28 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "repeat_penalty": (1,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "mirostat": (0,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (-1, 0),
+    "typ_p": (1,),
+    "xtc_probability": (0,),
+    "custom_logit_processor": (),
+    "logits_processors": ([],),
+    "repetition_detection": (),
+    "num_beams": (1,),
+    "min_new_tokens": (0,),
+    "n_predict": (-1,),
     "length_penalty": (1,),
     "no_repeat_ngram_size": (0,),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "suffix": ("",),
     "echo": (False,),
-    "prompt_logprobs": (),
     "logprob_token_ids": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -48,6 +55,8 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "regex": (),
     "ebnf": (),
     "stop_regex": (),
+    "format": (),
+    "no_stop_trim": (False,),
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),
@@ -55,10 +64,21 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "documents": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
+    "reasoning_effort": ("none",),
     "thinking_token_budget": (),
+    "verbosity": ("medium",),
+    "previous_response_id": (),
+    "conversation": (),
+    "input_ids": (),
+    "lora": ([],),
+    "lora_path": (),
+    "mm_processor_kwargs": ({},),
     "truncate_prompt_tokens": (),
     "prompt_embeds": (),
     "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "bootstrap_host": (),
+    "bootstrap_room": (),
 }
 """Fields that would change the output if they worked, each with the values that ask for nothing."""
 
@@ -72,7 +92,7 @@ def ignored_params(body: GenerationBody) -> list[str]:
     ignored = []
     for name, value in (body.model_extra or {}).items():
         if name == "best_of":
-            _refuse_unless(name, value, (body.n,))
+            _check_best_of(value, body.n)
         elif name in NO_EFFECT:
             _refuse_unless(name, value, NO_EFFECT[name])
         elif name not in SILENT:
@@ -87,6 +107,15 @@ def ignored_text_params(extras: Mapping[str, Any]) -> list[str]:
     for name in CHANGES_TEXT.intersection(extras):
         _refuse_unless(name, extras[name], NO_EFFECT.get(name, ()))
     return [name for name in extras if name not in SILENT and name not in CHANGES_TEXT]
+
+
+def _check_best_of(value: object, choices: int) -> None:
+    if value != choices or isinstance(value, bool):
+        raise UnsupportedError(
+            f"'best_of' must equal 'n' ({choices}): every choice that is made is returned, none is ranked and dropped.",
+            param="best_of",
+            value=value,
+        )
 
 
 def _refuse_unless(name: str, value: Any, harmless: tuple[object, ...]) -> None:  # noqa: ANN401  (parsed JSON)

@@ -13,11 +13,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Pl
 from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
-from engine.validation import MAX_STOP_TOKEN_IDS
+from engine.validation import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_ALLOWED_TOKENS = 2**20
 INT64 = 2**63
 
 
@@ -36,6 +39,45 @@ def _stop(value: object) -> list[str]:
     return strings
 
 
+def _logit_bias(value: object) -> dict[int, float]:
+    """{"token id": number}: the names of JSON's members are strings."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("bias_type", "an object of numbers by token id is needed")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError("bias_length", f"at most {MAX_LOGIT_BIAS} entries are allowed")
+    if not all(name.isascii() and name.isdigit() and len(name) <= 10 for name in value):
+        raise PydanticCustomError("bias_value", "each name must be a token id")
+    for bias in value.values():
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise PydanticCustomError("bias_type", "each value must be a number")
+        if not -100 <= bias <= 100:
+            raise PydanticCustomError("bias_value", "each value must be in [-100, 100]")
+    return {int(name): float(bias) for name, bias in value.items()}
+
+
+def _bad_words(value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise PydanticCustomError("words_type", "a list of strings is needed")
+    if len(value) > MAX_BAD_WORDS:
+        raise PydanticCustomError("words_length", f"at most {MAX_BAD_WORDS} strings are allowed")
+    if any(not word.strip() or len(word) > MAX_BAD_WORD_CHARACTERS for word in value):
+        raise PydanticCustomError(
+            "words_value", f"each string needs 1 to {MAX_BAD_WORD_CHARACTERS} characters, not all of them spaces"
+        )
+    return value
+
+
+def _allowed_tokens(value: object) -> list[int]:
+    """One pass at C speed: it may be most of a vocabulary."""
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        raise PydanticCustomError("tokens_type", "a list of token ids is needed")
+    if not 0 < len(value) <= MAX_ALLOWED_TOKENS:
+        raise PydanticCustomError("tokens_length", f"1 to {MAX_ALLOWED_TOKENS} token ids are needed")
+    if min(value) < 0 or max(value) >= 2**32:
+        raise PydanticCustomError("tokens_value", "token ids are not negative and have 32 bits")
+    return value
+
+
 Whole = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Stop = Annotated[
@@ -50,12 +92,44 @@ Stop = Annotated[
         }
     ),
 ]
+TokenId = Annotated[Whole, Field(ge=0, lt=2**32)]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_logit_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LOGIT_BIAS,
+        }
+    ),
+]
+BadWords = Annotated[
+    list[str],
+    PlainValidator(_bad_words),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_CHARACTERS, "pattern": r"\S"},
+            "maxItems": MAX_BAD_WORDS,
+        }
+    ),
+]
+AllowedTokens = Annotated[
+    list[TokenId] | None,
+    PlainValidator(_allowed_tokens),
+    WithJsonSchema(
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": MAX_ALLOWED_TOKENS}
+    ),
+]
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
@@ -80,6 +154,15 @@ class GenerationBody(BaseModel):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=10)] | None = None
+    logit_bias: LogitBias = {}
+    bad_words: BadWords = []
+    allowed_token_ids: AllowedTokens = None
+    prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Annotated[Whole, Field(ge=-(2**31), lt=2**31)] = 0
@@ -89,9 +172,16 @@ class GenerationBody(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def check_stream_options(self) -> None:
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.include_usage and self.stream_options.continuous_usage_stats
+
+    def check_streaming(self) -> None:
+        """Check what goes with `stream` and what does not."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("'prompt_logprobs' is not available with 'stream': true.", param="prompt_logprobs")
 
 
 def without_nulls(body: Any) -> Any:  # noqa: ANN401  (parsed JSON)

@@ -18,15 +18,17 @@ from engine.errors import DeadlineError, RequestFailedError
 from engine.protocol import Engine, GenerateRequest, TokenLogprobs, TokenOutput
 from engine.text.machine import TextDelta, TextMachine
 from server.metrics import ServerMetrics
+from server.openai.echo import Echo
 
 StopReason = Literal["stop", "length"]
 
 
 class Token(NamedTuple):
-    """An output token with logprobs. `offset`, where asked for, is where its text begins in the choice's output."""
+    """A token with logprobs. `offset`, where asked for, is where its text begins in the choice's text. The first token
+    of an echoed prompt has no logprobs."""
 
     id: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
     offset: int
 
 
@@ -38,13 +40,16 @@ MERGE_QUEUE_PIECES = 64
 class Piece:
     """Some text of one choice. `tokens` are those whose text is complete with it, None when they were not asked for.
 
-    The piece with `finish_reason` is the choice's last and has no text.
+    `ids` are the output tokens since the choice's piece before, None when they were not asked for. The piece with
+    `finish_reason` is the choice's last and has no text; `stop_reason` is the stop string or token that ended it.
     """
 
     index: int
     text: str
     tokens: list[Token] | None = None
     finish_reason: StopReason | None = None
+    stop_reason: str | int | None = None
+    ids: list[int] | None = None
 
 
 @dataclass(slots=True)
@@ -67,9 +72,21 @@ class RequestClock:
 
 
 class ChoiceRun:
-    """One choice of one prompt. Iterate `pieces` once; the counts are right at any moment, also after an abort."""
+    """One choice of one prompt. Iterate `pieces` once; the counts are right at any moment, also after an abort.
 
-    def __init__(self, index: int, engine: Engine, request: GenerateRequest, machine: TextMachine) -> None:
+    With `echo` the prompt is its first piece. `prompt_logprobs` are there from the first piece on, if asked for.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        engine: Engine,
+        request: GenerateRequest,
+        machine: TextMachine,
+        *,
+        echo: Echo | None = None,
+        wants_ids: bool = False,
+    ) -> None:
         self.index = index
         self.engine = engine
         self.request = request
@@ -77,6 +94,13 @@ class ChoiceRun:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: StopReason | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.stop_reason: str | int | None = None
+        self._echo = echo
+        self._text_start = 0 if echo is None else len(echo.text)
+        self._wants_ids = wants_ids
+        self._told_ids = 0
+        self._untold_ids: list[int] = []
         self._wants_logprobs = request.sampling.logprobs is not None
         self._undecoded: deque[tuple[int, TokenLogprobs]] = deque()
         self._untold: list[Token] = []
@@ -92,11 +116,14 @@ class ChoiceRun:
                 text, reason = self._take(output)
                 if reason is not None and output.finish_reason is None:
                     await self.engine.finish(self.request.request_id, self.completion_tokens)
+                if self._echo is not None:
+                    yield self._echoed(self._echo)
+                    self._echo = None
                 if text:
-                    yield Piece(self.index, text, self._tell_tokens())
+                    yield Piece(self.index, text, self._tell_tokens(), ids=self._tell_ids())
                 if reason is not None:
                     self.finish_reason = reason
-                    yield Piece(self.index, "", self._tell_tokens(), reason)
+                    yield Piece(self.index, "", self._tell_tokens(), reason, self.stop_reason, self._tell_ids())
                     return
 
     def _take(self, output: TokenOutput) -> tuple[str, StopReason | None]:
@@ -107,6 +134,10 @@ class ChoiceRun:
         if reason == "abort" or reason == "error":
             raise _failure(output)
         self.completion_tokens = output.offset + len(ids)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if self._wants_ids:
+            self._untold_ids += ids
         if self._wants_logprobs:
             self._undecoded.extend(zip(ids, output.logprobs or (), strict=True))
         delta = self.machine.push(ids, stop_token=output.stop_token)
@@ -117,21 +148,49 @@ class ChoiceRun:
             self._note_tokens(delta)
             text += delta.text
         if delta.stop is None:
+            if output.stop_token in self.request.sampling.stop_token_ids:
+                self.stop_reason = output.stop_token
             return text, reason
         # Tokens behind a stop string are overshoot: neither usage nor logprobs know them.
         self.completion_tokens = delta.stop.keep_tokens
+        self.stop_reason = delta.stop.string
+        del self._untold_ids[max(0, delta.stop.keep_tokens - self._told_ids) :]
         return text, "stop"
+
+    def _echoed(self, echo: Echo) -> Piece:
+        """Return the prompt as a piece, its tokens with their logprobs if the output's have them."""
+        tokens = None
+        if self._wants_logprobs and self.prompt_logprobs is not None:
+            prompt = zip(self.request.prompt_ids, self.prompt_logprobs, echo.offsets, strict=True)
+            count = self.request.sampling.logprobs or 0
+            tokens = [Token(token, cut(logprobs, count), offset) for token, logprobs, offset in prompt]
+        return Piece(self.index, echo.text, tokens, ids=[] if self._wants_ids else None)
 
     def _note_tokens(self, delta: TextDelta) -> None:
         if self._wants_logprobs:
             offsets = delta.offsets or (0,) * delta.tokens
-            self._untold += (Token(*self._undecoded.popleft(), offset) for offset in offsets)
+            start = self._text_start
+            self._untold += (Token(*self._undecoded.popleft(), start + offset) for offset in offsets)
 
     def _tell_tokens(self) -> list[Token] | None:
         if not self._wants_logprobs:
             return None
         tokens, self._untold = self._untold, []
         return tokens
+
+    def _tell_ids(self) -> list[int] | None:
+        if not self._wants_ids:
+            return None
+        ids, self._untold_ids = self._untold_ids, []
+        self._told_ids += len(ids)
+        return ids
+
+
+def cut(logprobs: TokenLogprobs | None, count: int) -> TokenLogprobs | None:
+    """Return the logprobs with at most `count` alternatives."""
+    if logprobs is None or len(logprobs.top_ids) <= count:
+        return logprobs
+    return TokenLogprobs(logprobs.logprob, logprobs.top_ids[:count], logprobs.top_logprobs[:count])
 
 
 def _failure(output: TokenOutput) -> DeadlineError | RequestFailedError:
@@ -208,6 +267,8 @@ class Answer:
     text: str
     tokens: list[Token] | None
     finish_reason: StopReason | None
+    stop_reason: str | int | None = None
+    ids: list[int] | None = None
 
 
 async def collect(pieces: AsyncIterator[Piece], choices: int) -> list[Answer]:
@@ -218,8 +279,11 @@ async def collect(pieces: AsyncIterator[Piece], choices: int) -> list[Answer]:
         answer = answers[piece.index]
         texts[piece.index].append(piece.text)
         answer.finish_reason = piece.finish_reason
+        answer.stop_reason = piece.stop_reason
         if piece.tokens is not None:
             answer.tokens = (answer.tokens or []) + piece.tokens
+        if piece.ids is not None:
+            answer.ids = (answer.ids or []) + piece.ids
     for answer, parts in zip(answers, texts, strict=True):
         answer.text = "".join(parts)
     return answers

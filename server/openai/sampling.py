@@ -14,19 +14,29 @@ from engine.text.machine import TextMachine
 from engine.text.stops import StopStrings
 from engine.validation import validate
 from server.access.record import Caller
+from server.openai.echo import Echo
 from server.openai.fields import INT64, GenerationBody
 from server.openai.generation import ChoiceRun
 from server.service import Service
 from server.text_service import TextService
 
+MAX_PROMPT_VALUES = 500_000
+"""Values in one answer: a second of work and some tens of megabytes."""
+
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a route's own fields come to. `names` are the client's words for the engine's parameters."""
+    """What a route's own fields come to. `names` are the client's words for the engine's parameters.
+
+    `echoes`, when not empty, has what is shown of each prompt.
+    """
 
     token_limit: int | None
     logprobs: int | None
     with_offsets: bool = False
+    prompt_logprobs: int | None = None
+    echoes: Sequence[Echo] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -44,6 +54,8 @@ def choice_runs(
     Choices of a prompt share a group and differ in their seed: choice j has seed + j. Without a seed of the client's
     each prompt draws its own, so that equal prompts of one request do not answer alike.
     """
+    if wanted.prompt_logprobs is not None:
+        check_prompt_values(sum(map(len, prompts)) * body.n, wanted.prompt_logprobs)
     sampling = sampling_params(body, wanted, text.info)
     stop = StopStrings(body.stop) if body.stop else None
     runs: list[ChoiceRun] = []
@@ -57,6 +69,7 @@ def choice_runs(
             sampling=sampling,
             cache_scope=service.cache_scope(caller.tenant, body.cache_salt),
             priority=body.priority,
+            prompt_logprobs=wanted.prompt_logprobs,
             deadline_unix_s=caller.deadline_unix_s,
         )
         checked = _checked(base, text.info, wanted.names)
@@ -74,8 +87,20 @@ def choice_runs(
                 show_special=not body.skip_special_tokens,
                 with_offsets=wanted.with_offsets,
             )
-            runs.append(ChoiceRun(len(runs), service.engine, request, machine))
+            echo = wanted.echoes[prompt_index] if wanted.echoes else None
+            run = ChoiceRun(len(runs), service.engine, request, machine, echo=echo, wants_ids=body.return_token_ids)
+            runs.append(run)
     return runs
+
+
+def check_prompt_values(prompt_tokens: int, alternatives: int) -> None:
+    """Bound what an answer tells of its prompts: it is made and sent in one piece."""
+    if prompt_tokens * (alternatives + 1) > MAX_PROMPT_VALUES:
+        raise RequestError(
+            f"{prompt_tokens} prompt tokens with {alternatives} alternatives each are more than {MAX_PROMPT_VALUES}"
+            " values to answer with: send fewer prompts at once.",
+            param="prompt",
+        )
 
 
 def _checked(request: GenerateRequest, info: EngineInfo, names: Mapping[str, str]) -> GenerateRequest:
@@ -94,6 +119,7 @@ def sampling_params(body: GenerationBody, wanted: Wanted, info: EngineInfo) -> S
         "top_k": None if body.top_k is None else max(0, body.top_k),
         "min_p": body.min_p,
         "max_tokens": wanted.token_limit,
+        "repetition_penalty": body.repetition_penalty,
     }
     said = {name: value for name, value in given.items() if value is not None}
     defaults = {name: value for name, value in info.generation_defaults.items() if name in given}
@@ -102,6 +128,11 @@ def sampling_params(body: GenerationBody, wanted: Wanted, info: EngineInfo) -> S
         "stop_token_ids": tuple(body.stop_token_ids),
         "ignore_eos": body.ignore_eos,
         "logprobs": wanted.logprobs,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "logit_bias": body.logit_bias,
+        "bad_words": wanted.bad_words,
+        "allowed_token_ids": None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
     }
     return msgspec.convert({**defaults, **said, **fixed}, SamplingParams)
 

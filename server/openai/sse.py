@@ -73,15 +73,20 @@ class Frame:
     def before_choice(self, index: int) -> bytes:
         return self._opening + b',"choices":[{"index":' + str(index).encode()
 
-    def after_choice(self, finish: bytes = NOT_FINISHED) -> bytes:
-        return b"," + finish + b"}]" + self.end
+    def after_choice(self, finish: bytes = NOT_FINISHED, behind: bytes = b"") -> bytes:
+        """`behind` are members of the chunk itself."""
+        return b"," + finish + b"}]" + behind + self.end
+
+    def with_usage(self, chunk: bytes, usage: Usage) -> bytes:
+        """Return a chunk with the usage so far in place of null."""
+        return chunk.removesuffix(self.end) + b',"usage":' + encode_json(usage_fields(usage)) + b"}\n\n"
 
     def usage(self, usage: Usage) -> bytes:
         return self._opening + b',"choices":[],"usage":' + encode_json(usage_fields(usage)) + b"}\n\n"
 
 
-def finished(reason: str) -> bytes:
-    return b'"finish_reason":"' + reason.encode() + b'"'
+def finished(reason: str, stop_reason: str | int | None) -> bytes:
+    return b'"finish_reason":"' + reason.encode() + b'","stop_reason":' + event_json(stop_reason)
 
 
 def usage_fields(usage: Usage) -> dict[str, object]:

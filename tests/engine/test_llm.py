@@ -191,7 +191,7 @@ BAD_CALLS = {
     "prompts[2]": [{"prompts": ["a", "b", "x" * MAX_MODEL_LEN]}, {"prompts": ["a", [5], [260]]}],
     "temperature": [{"sampling": SamplingParams(temperature=-1.0)}],
     "top_p": [{"sampling": SamplingParams(top_p=0.0)}],
-    "max_tokens": [{"sampling": SamplingParams(max_tokens=0)}],
+    "max_tokens": [{"sampling": SamplingParams(max_tokens=-1)}],
     "sampling": [{"sampling": [GREEDY] * 2}, {"sampling": {"temperature": 0}}],
     "sampling[0]": [{"sampling": [{"temperature": 0}]}],
     "sampling[1].min_p": [{"prompts": ["a", "b"], "sampling": [GREEDY, SamplingParams(min_p=2.0)]}],

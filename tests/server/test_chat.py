@@ -31,6 +31,7 @@ async def test_an_answer_has_the_shape_of_the_api() -> None:
             "message": {"role": "assistant", "content": "Hello!", "refusal": None},
             "logprobs": None,
             "finish_reason": "stop",
+            "stop_reason": None,
         }
     ]
     prompt_tokens = len(engine.seen[0].prompt_ids)

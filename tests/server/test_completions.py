@@ -41,7 +41,9 @@ async def test_an_answer_has_the_shape_of_the_api() -> None:
         answer = (await server.complete()).json()
     assert answer["object"] == "text_completion"
     assert answer["id"].startswith("cmpl-")
-    assert answer["choices"] == [{"index": 0, "text": "x" * 16, "logprobs": None, "finish_reason": "length"}]
+    assert answer["choices"] == [
+        {"index": 0, "text": "x" * 16, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
     assert answer["usage"]["completion_tokens"] == 16  # the route's default limit
 
 

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.errors import HeadraceError
 from engine.protocol import (
     CachedTokens,
@@ -111,6 +113,13 @@ class FakeEngine:
         tokens = self.reply(request)
         ends_by_itself = sampling.max_tokens is None or len(tokens) < sampling.max_tokens
         tokens = [*tokens, EOS_ID] if ends_by_itself else tokens[: sampling.max_tokens]
+        prompt_logprobs = None
+        if request.prompt_logprobs is not None:
+            entries = (self.logprobs(token, request.prompt_logprobs) for token in request.prompt_ids[1:])
+            prompt_logprobs = [None, *entries]
+        if not tokens:
+            nothing = TokenOutput(request.request_id, request.attempt, 0, [], "length", cached=self._cached(request))
+            return [msgspec.structs.replace(nothing, prompt_logprobs=prompt_logprobs)]
         cached = self._cached(request)
         outputs: list[TokenOutput] = []
         start = 0
@@ -131,6 +140,7 @@ class FakeEngine:
                     stop_token=EOS_ID if last and ends_by_itself else None,
                     logprobs=logprobs,
                     cached=cached if not outputs else None,
+                    prompt_logprobs=prompt_logprobs if not outputs else None,
                 )
             )
             start += len(ids)
