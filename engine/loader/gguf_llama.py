@@ -105,6 +105,7 @@ class GGUFCheckpoint:
             rope=RopeSettings(self._number("rope.freq_base", 10000.0), frequency_divisors=self._rope_divisors()),
             tied_embeddings="output.weight" not in self._file.tensors,
             attention_bias="blk.0.attn_q.bias" in self._file.tensors,
+            output_bias="blk.0.attn_output.bias" in self._file.tensors,
             mlp_bias="blk.0.ffn_gate.bias" in self._file.tensors,
         )
         if problem := config.problem():
