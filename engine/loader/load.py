@@ -19,7 +19,7 @@ from engine.errors import ConfigError, ModelError
 from engine.layers.row_ops import check_row_independence, row_ops
 from engine.loader.checkpoint import Checkpoint, TextFiles
 from engine.loader.gguf import MAGIC
-from engine.loader.gguf_llama import GGUFCheckpoint
+from engine.loader.gguf_checkpoint import GGUFCheckpoint
 from engine.loader.packaged import PACKAGED, ensure
 from engine.loader.safetensors import SafetensorsCheckpoint
 from engine.models.base import Model
