@@ -2,14 +2,16 @@
 
 SentencePiece joins, again and again, the two neighbours whose union has the highest score, the leftmost of equals. A
 merge list says the same when every union stands in it by its score; where one piece can be made in two ways that
-overlap in a text, the way that begins further left has to come first (`_leftmost_first`). What cannot be said in a
-merge list is refused: equal scores, and pieces with characters that are no pieces themselves.
+overlap in a text, the way that begins further left has to come first (`_leftmost_first`). Of equal scores a list can
+say only one thing: runs of spaces, which Llama's and Mistral's vocabularies score alike (`_space_runs`). What cannot be
+said is refused: other equal scores, and pieces with characters that are no pieces themselves.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import groupby, pairwise
 
 from engine.errors import ModelError
 from engine.text.gguf_vocabulary import ADDED, TokenType, added_token, strings, token_types
@@ -93,10 +95,47 @@ def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
         cuts = [cut for cut in range(1, len(piece)) if piece[:cut] in pieces and piece[cut:] in pieces]
         if cuts:
             ways[piece] = _leftmost_first(piece, cuts)
-    if len({pieces[piece] for piece in ways}) != len(ways):
-        raise ModelError("The GGUF file's vocabulary has merges of equal score, which is not supported.")
     ranked = sorted(ways, key=pieces.__getitem__, reverse=True)
-    return [(piece[:cut], piece[cut:]) for piece in ranked for cut in ways[piece]]
+    merges: list[tuple[str, str]] = []
+    for _, same_score in groupby(ranked, key=pieces.__getitem__):
+        group = list(same_score)
+        if len(group) == 1:
+            merges += [(group[0][:cut], group[0][cut:]) for cut in ways[group[0]]]
+        else:
+            merges += _space_runs(group, others=ways.keys() - set(group))
+    return merges
+
+
+def _space_runs(group: list[str], others: Collection[str]) -> list[tuple[str, str]]:
+    """Return the merges of runs of spaces with one score.
+
+    SentencePiece lets the leftmost run grow as long as it can, then the next. A list that prefers the longest left part
+    does so too; instead of trusting that, both are played through. No other piece may hold two spaces, so that nothing
+    else takes part.
+    """
+    lengths = {len(piece) for piece in group}
+    parts = sorted({1, *lengths}, reverse=True)
+    cuts = [(left, right) for left in parts for right in parts if left + right in lengths]
+    ranks = {cut: rank for rank, cut in enumerate(cuts)}
+    is_exact = all(
+        _joined(count, lambda left, right: ranks.get((left, right)))
+        == _joined(count, lambda left, right: 0 if left + right in lengths else None)
+        for count in range(1, 3 * max(lengths))
+    )
+    if set("".join(group)) != {SPACE} or not is_exact or any(2 * SPACE in piece for piece in others):
+        raise ModelError("The GGUF file's vocabulary has merges of equal score, which is not supported.")
+    return [(SPACE * left, SPACE * right) for left, right in cuts]
+
+
+def _joined(count: int, rank: Callable[[int, int], int | None]) -> list[int]:
+    """Return the lengths that `count` single spaces are joined to: lowest rank first, leftmost of equals."""
+    runs = [1] * count
+    while True:
+        ranked = [(found, at) for at, pair in enumerate(pairwise(runs)) if (found := rank(*pair)) is not None]
+        if not ranked:
+            return runs
+        at = min(ranked)[1]
+        runs[at : at + 2] = [runs[at] + runs[at + 1]]
 
 
 def _leftmost_first(piece: str, cuts: list[int]) -> list[int]:

@@ -163,6 +163,28 @@ def test_pieces_that_can_be_made_in_several_ways_are_made_as_by_hand() -> None:
             assert ours.encode(text, parse_special=False) == twin.encode(text), (seed, text)
 
 
+def spaced_vocabulary(lengths: list[int]) -> dict[str, object]:
+    """Runs of spaces with one score, as in Llama's and Mistral's vocabularies, and a few words."""
+    pieces = {SPACE: -1e9, "a": -5.0, "b": -6.0, SPACE + "a": -1.0, "ab": -2.0, SPACE + "ab": -3.0}
+    pieces |= {SPACE * length: -1e9 for length in lengths}
+    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + list(pieces)
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 256 + list(pieces.values()),
+        "tokenizer.ggml.token_type": [6] * 256 + [1] * len(pieces),
+    }
+
+
+@pytest.mark.parametrize("lengths", [[*range(2, 15), 16], [*range(2, 17)], [2, 3], [2, 4, 8]], ids=str)
+def test_runs_of_spaces_with_one_score_grow_from_the_left(lengths: list[int]) -> None:
+    values = spaced_vocabulary(lengths)
+    ours, twin = TextCodec(tokenizer_json(values)), slow(values)
+    for count in range(1, 60):
+        for text in (" " * count, "a" + " " * count + "ab" + " " * (count % 7), " " * count + "b"):
+            assert ours.encode(text, parse_special=False) == twin.encode(text), text
+
+
 def test_special_tokens_are_parsed_only_when_asked_and_a_space_follows_them() -> None:
     bos = processor().bos_id()
     assert codec().encode("<s>the", parse_special=True) == [bos, *codec().encode("the", parse_special=False)]
