@@ -82,7 +82,9 @@ class PlanDriver:
     ) -> None:
         self.tap = LogitsTap(loaded.module, keep)
         self.block_size = block_size
-        self.cache = KVCache(loaded.kv_groups, num_blocks, block_size, loaded.dtype, loaded.device)
+        # All groups use the same block numbers, and nothing behind a window is ever given back.
+        self._groups = len(loaded.kv_groups)
+        self.cache = KVCache(loaded.kv_groups, (num_blocks,) * self._groups, block_size, loaded.dtype, loaded.device)
         self.runner = TorchRunner(
             self.tap,
             self.cache,
@@ -169,7 +171,7 @@ class PlanDriver:
             start=start,
             count=count,
             sample=end >= len(sequence.tokens),
-            new_blocks=(new_blocks,),
+            new_blocks=(new_blocks,) * self._groups,
             token_ids=None if on_device and count == 1 else tuple(known),
             write_start=sequence.write_start if sequence.write_start > start else 0,
             next_id=sequence.tokens[end] if end < len(sequence.tokens) else None,

@@ -15,9 +15,9 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`None` and "auto" are resolved when the model is loaded; EngineInfo tells what came out.
 
-    `model` is a directory, a GGUF file or a packaged model's name. `kv_cache_memory_bytes` bounds the device's KV pool.
-    `max_step_tokens` is the token budget of one step, `max_running` the number of slots, `max_waiting` the bound of the
-    queue. `in_flight_steps` 1 is the synchronous loop.
+    `model` is a directory, a GGUF file, a packaged model's name or a hub's org/name. `kv_cache_memory_bytes` bounds the
+    device's KV pool. `max_step_tokens` is the token budget of one step, `max_running` the number of slots,
+    `max_waiting` the bound of the queue. `in_flight_steps` 1 is the synchronous loop.
     """
 
     model: str = "smollm2"

@@ -38,8 +38,8 @@ _LONG_RUN_S = 2.0
 class LLM:
     """A loaded model. Close it, or use it as a context manager, to give its memory back.
 
-    `model` is a directory, a GGUF file or a packaged model's name; `settings` are the other fields of EngineConfig.
-    Raises ConfigError and ModelError. Calls from several threads take turns.
+    `model` is a directory, a GGUF file, a packaged model's name or a hub's org/name; `settings` are the other fields of
+    EngineConfig. Raises ConfigError and ModelError. Calls from several threads take turns.
     """
 
     def __init__(self, model: str = "smollm2", **settings: object) -> None:

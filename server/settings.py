@@ -82,7 +82,7 @@ SETTINGS: tuple[Setting, ...] = (
         name="model",
         field="engine.model",
         section=MODEL,
-        help="A Hugging Face directory, a GGUF file, or the name of a packaged model.",
+        help="A Hugging Face directory, a GGUF file, a packaged model's name, or a hub's org/name.",
     ),
     Setting(
         name="served-model-name",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBatch, write_kv_by_index
+from engine.plan import NULL_BLOCK
 
 QUERY_TILE = 16
 
@@ -51,6 +52,8 @@ class TorchInvariantAttention:
             start = end - queries
             first_block = _first_block(start, batch.block_size, window_tokens)
             blocks = batch.block_tables[row, first_block : -(-end // batch.block_size)].long()
+            # The tile's padded queries see further back than any token: there, blocks may be another request's by now.
+            blocks[: _seen_from(start, batch.block_size, window_tokens) - first_block] = NULL_BLOCK
             keys, values = k_cache[blocks].float(), v_cache[blocks].float()
             for tile in _tiles(start, queries, first_token):
                 seen = -(-min(tile.start + QUERY_TILE, end) // batch.block_size) - first_block
@@ -100,9 +103,12 @@ def _attend_tile(query: Tensor, offset: int, keys: Tensor, values: Tensor, visib
 def _first_block(start: int, block_size: int, window_tokens: int | None) -> int:
     """Return the first block that a tile beginning at or before `start` sees. It goes by the tile, not by the chunk:
     the tile's padded queries need a key as well."""
-    if window_tokens is None:
-        return 0
-    return max(start // QUERY_TILE * QUERY_TILE - window_tokens + 1, 0) // block_size
+    return _seen_from(start // QUERY_TILE * QUERY_TILE, block_size, window_tokens)
+
+
+def _seen_from(position: int, block_size: int, window_tokens: int | None) -> int:
+    """Return the first block that a token at `position` sees."""
+    return 0 if window_tokens is None else max(position - window_tokens + 1, 0) // block_size
 
 
 def _visible(tile_start: int, first_key: int, keys: int, window_tokens: int | None) -> Tensor:

@@ -24,11 +24,32 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All positions divided by a factor (Chen et al., position interpolation)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Peng et al., YaRN: frequencies that turn often in the original window stay, slow ones are divided, those between
+    are blended. `attention_factor` scales cosine and sine, hence the logits by its square.
+    """
+
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class RopeSettings:
     """`frequency_divisors` (one per pair of dimensions) are how GGUF files carry any scaling."""
 
     theta: float
-    scaling: Llama3Scaling | None = None
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
     frequency_divisors: tuple[float, ...] | None = None
 
 
@@ -37,8 +58,12 @@ def inverse_frequencies(head_dim: int, rope: RopeSettings) -> Tensor:
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if rope.frequency_divisors is not None:
         return frequencies / torch.tensor(rope.frequency_divisors, dtype=torch.float32)
-    if rope.scaling is not None:
+    if isinstance(rope.scaling, Llama3Scaling):
         return _llama3_frequencies(frequencies, rope.scaling)
+    if isinstance(rope.scaling, YarnScaling):
+        return _yarn_frequencies(frequencies, rope.theta, rope.scaling)
+    if isinstance(rope.scaling, LinearScaling):
+        return frequencies / rope.scaling.factor
     return frequencies
 
 
@@ -50,12 +75,30 @@ def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
 
 
+def _yarn_frequencies(frequencies: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
+    """Blend along a ramp over the pairs, between those that turn `beta_fast` and `beta_slow` times in the window."""
+    pairs = len(frequencies)
+
+    def pair_that_turns(times: float) -> float:
+        return pairs * math.log(scaling.original_max_position / (times * 2 * math.pi)) / math.log(theta)
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    width = high - low if high != low else 0.001
+    divided = ((torch.arange(pairs, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return frequencies / scaling.factor * divided + frequencies * (1 - divided)
+
+
 class RotaryTables:
     """cos and sin of all positions up to the model's length, laid out so that a rotation is two products and a sum."""
 
     def __init__(self, head_dim: int, max_positions: int, rope: RopeSettings, device: torch.device) -> None:
         angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(head_dim, rope))
         cos, sin = angles.cos(), angles.sin()
+        if isinstance(rope.scaling, YarnScaling):
+            cos, sin = cos * rope.scaling.attention_factor, sin * rope.scaling.attention_factor
         self._half = head_dim // 2
         self._cos = torch.cat((cos, cos), dim=-1).to(device)
         self._sin = torch.cat((-sin, sin), dim=-1).to(device)

@@ -1,7 +1,7 @@
 """Reads GGUF files: key/values and the table of tensors, checked against the file's size before anything is trusted.
 
-Knows the container only. What the tensors mean is engine/loader/gguf_llama.py's business, how their blocks are decoded
-engine/loader/gguf_blocks.py's. Needs no torch, so a tokenizer can be read without it.
+Knows the container only. What the tensors mean is engine/loader/gguf_checkpoint.py's business, how their blocks are
+decoded engine/loader/gguf_blocks.py's. Needs no torch, so a tokenizer can be read without it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,20 @@ class BlockFormat:
 FORMATS = {
     0: BlockFormat("F32", 1, 4),
     1: BlockFormat("F16", 1, 2),
+    2: BlockFormat("Q4_0", 32, 18),
     3: BlockFormat("Q4_1", 32, 20),
+    6: BlockFormat("Q5_0", 32, 22),
+    7: BlockFormat("Q5_1", 32, 24),
     8: BlockFormat("Q8_0", 32, 34),
+    12: BlockFormat("Q4_K", 256, 144),
+    13: BlockFormat("Q5_K", 256, 176),
+    14: BlockFormat("Q6_K", 256, 210),
     30: BlockFormat("BF16", 1, 2),
 }
 _OTHER_NAMES = {
-    2: "Q4_0", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
-    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
 
 

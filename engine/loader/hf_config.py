@@ -5,14 +5,20 @@ Anything that would change the model's results and is not implemented is refused
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection
 
 from engine.errors import ModelError
-from engine.layers.rotary import Llama3Scaling, RopeSettings
+from engine.loader.hf_rope import rope_settings, trained_positions
+from engine.loader.json_file import JsonFile
 from engine.models.llama_config import LlamaConfig
+
+_BY_MODEL_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 SAMPLING_DEFAULTS: dict[str, type] = {
     "temperature": float,
@@ -22,88 +28,27 @@ SAMPLING_DEFAULTS: dict[str, type] = {
     "repetition_penalty": float,
 }
 
-_DIRECTORY = "It needs config.json, model.safetensors and tokenizer.json; a GGUF file is given by its own path."
 
-
-@dataclass(frozen=True, slots=True)
-class JsonFile:
-    """A JSON object and the path it came from, for messages."""
-
-    path: Path
-    values: Mapping[str, object]
-
-    @classmethod
-    def read(cls, path: Path) -> JsonFile:
-        try:
-            values = json.loads(path.read_bytes())
-        except FileNotFoundError as error:
-            raise ModelError(f"{path}: missing file", hint=_DIRECTORY) from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ModelError(f"{path}: must hold a JSON object")
-        return cls(path, values)
-
-    @classmethod
-    def read_optional(cls, path: Path) -> JsonFile:
-        return cls.read(path) if path.exists() else cls(path, {})
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ModelError(f"{self.path}: {key!r} must be an integer, not {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ModelError(f"{self.path}: {key!r} must be a number, not {value!r}")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key, default)
-        if not isinstance(value, bool):
-            raise ModelError(f"{self.path}: {key!r} must be true or false, not {value!r}")
-        return value
-
-    def nested(self, key: str) -> JsonFile:
-        value = self.values.get(key)
-        if value is None:
-            return JsonFile(self.path, {})
-        if not isinstance(value, dict):
-            raise ModelError(f"{self.path}: {key!r} must be an object, not {value!r}")
-        return JsonFile(self.path, value)
-
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return one id or a list of them as a tuple; absent is empty."""
-        value = self.values.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-            raise ModelError(f"{self.path}: {key!r} must be a token id or a list of them, not {value!r}")
-        return tuple(ids)
-
-
-def architecture_of(file: JsonFile, supported: tuple[str, ...]) -> str:
+def architecture_of(file: JsonFile, supported: Collection[str]) -> str:
     """Return the configuration's architecture, or raise naming what is supported."""
     names = file.values.get("architectures")
     name = names[0] if isinstance(names, list) and names else file.values.get("model_type")
-    if name == "llama":
-        name = "LlamaForCausalLM"
+    name = _BY_MODEL_TYPE.get(str(name), name)
     if name not in supported:
         raise ModelError(f"{file.path}: architecture {name!r} is not supported (supported: {', '.join(supported)})")
     return str(name)
 
 
-def llama_config(file: JsonFile) -> LlamaConfig:
-    """Read the configuration of a LlamaForCausalLM."""
-    if file.values.get("quantization_config") is not None:
-        raise ModelError(f"{file.path}: 'quantization_config' is not supported (supported: float32, float16, bfloat16)")
+def decoder_config(file: JsonFile, architecture: str) -> LlamaConfig:
+    """Read the configuration of one of the architectures in engine/models/registry.py."""
+    _refuse_quantised(file)
     activation = file.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f"{file.path}: 'hidden_act' {activation!r} is not supported (supported: 'silu')")
     hidden, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
+    biased = file.flag("attention_bias", False)
+    qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
+    window_tokens, sliding_layers = _sliding_layers(file, architecture)
     config = LlamaConfig(
         vocab_size=file.integer("vocab_size"),
         hidden_size=hidden,
@@ -111,40 +56,54 @@ def llama_config(file: JsonFile) -> LlamaConfig:
         layers=file.integer("num_hidden_layers"),
         heads=heads,
         kv_heads=file.integer("num_key_value_heads", heads),
-        head_dim=file.integer("head_dim", hidden // max(heads, 1)),
+        head_dim=file.integer("head_dim", 128 if qwen3 else hidden // max(heads, 1)),
         rms_eps=file.number("rms_norm_eps", 1e-6),
-        max_positions=file.integer("max_position_embeddings", 2048),
-        rope=_rope(file),
+        max_positions=trained_positions(file),
+        rope=rope_settings(file),
         tied_embeddings=file.flag("tie_word_embeddings", False),
-        attention_bias=file.flag("attention_bias", False),
+        attention_bias=qwen2 or biased,
+        output_bias=biased and not qwen2,
         mlp_bias=file.flag("mlp_bias", False),
+        qk_norm=qwen3,
+        window_tokens=window_tokens,
+        sliding_layers=sliding_layers,
     )
     if problem := config.problem():
         raise ModelError(f"{file.path}: impossible model shape: {problem}")
     return config
 
 
-def _rope(file: JsonFile) -> RopeSettings:
-    """Newer files keep everything in rope_parameters, older ones rope_theta beside rope_scaling."""
-    new, old = file.nested("rope_parameters"), file.nested("rope_scaling")
-    scaling = new if new.values else old
-    theta = file.number("rope_theta", new.number("rope_theta", 10000.0))
-    if scaling.number("partial_rotary_factor", file.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError(f"{file.path}: 'partial_rotary_factor' is not supported")
-    kind = scaling.values.get("rope_type", scaling.values.get("type", "default"))
-    if kind == "default":
-        return RopeSettings(theta)
-    if kind != "llama3":
-        raise ModelError(f"{file.path}: rope type {kind!r} is not supported (supported: 'default', 'llama3')")
-    llama3 = Llama3Scaling(
-        factor=scaling.number("factor"),
-        low_freq_factor=scaling.number("low_freq_factor"),
-        high_freq_factor=scaling.number("high_freq_factor"),
-        original_max_position=scaling.integer("original_max_position_embeddings"),
-    )
-    if llama3.factor <= 0 or llama3.high_freq_factor == llama3.low_freq_factor:
-        raise ModelError(f"{file.path}: rope scaling is impossible: {llama3}")
-    return RopeSettings(theta, llama3)
+def _refuse_quantised(file: JsonFile) -> None:
+    """Name the method: FP8, AWQ, GPTQ, bitsandbytes and others all say it in the same place."""
+    found = file.values.get("quantization_config", file.values.get("compression_config"))
+    if found is not None:
+        method = found.get("quant_method", "unnamed") if isinstance(found, dict) else "unnamed"
+        raise ModelError(
+            f"{file.path}: weights quantised with {method!r} ('quantization_config') are not supported"
+            " (supported: float32, float16, bfloat16; GGUF files with Q4_0 to Q8_0 and Q4_K to Q6_K)"
+        )
+
+
+def _sliding_layers(file: JsonFile, architecture: str) -> tuple[int | None, tuple[int, ...]]:
+    """Return the window and the layers that have it. A window as long as the model's positions is none."""
+    layers, window = range(file.integer("num_hidden_layers")), file.values.get("sliding_window")
+    if architecture == "MistralForCausalLM":
+        sliding = tuple(layers)
+        window = file.values.get("sliding_window", 4096)  # what a file means that does not say
+    elif architecture == "LlamaForCausalLM" or not file.flag("use_sliding_window", False):
+        return None, ()
+    elif (kinds := file.values.get("layer_types")) is not None:
+        if not isinstance(kinds, list) or len(kinds) != len(layers) or set(kinds) - _LAYER_TYPES:
+            raise ModelError(
+                f"{file.path}: 'layer_types' must name one of {', '.join(sorted(_LAYER_TYPES))} for each layer"
+            )
+        sliding = tuple(layer for layer in layers if kinds[layer] == "sliding_attention")
+    else:
+        sliding = tuple(layers[file.integer("max_window_layers", 28) :])
+    if window is None or not sliding:
+        return None, ()
+    window_tokens = file.integer("sliding_window", 4096)
+    return (None, ()) if window_tokens >= trained_positions(file) else (window_tokens, sliding)
 
 
 def sampling_defaults(file: JsonFile) -> dict[str, float | int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.errors import ModelError
 from engine.loader.checkpoint import TextFiles
-from engine.loader.hf_config import JsonFile
+from engine.loader.json_file import JsonFile
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 

@@ -19,9 +19,9 @@ from engine.errors import ConfigError, ModelError
 from engine.layers.row_ops import check_row_independence, row_ops
 from engine.loader.checkpoint import Checkpoint, TextFiles
 from engine.loader.gguf import MAGIC
-from engine.loader.gguf_llama import GGUFCheckpoint
-from engine.loader.packaged import PACKAGED, ensure
+from engine.loader.gguf_checkpoint import GGUFCheckpoint
 from engine.loader.safetensors import SafetensorsCheckpoint
+from engine.loader.sources import find_model
 from engine.models.base import Model
 from engine.models.registry import MODELS
 from engine.protocol import AssetRef, KVGroupSpec, TextAssets
@@ -101,24 +101,16 @@ def choose_device(name: str) -> torch.device:
 
 
 def open_checkpoint(model: str, on_progress: OnProgress | None = None) -> Checkpoint:
-    """Open a directory, a GGUF file or a packaged model by name; one that is not here yet is fetched."""
-    path = Path(model).expanduser()
+    """Open a model from any source; one that is not here yet is fetched."""
+    fetching = f"fetching {model}"
+    told = on_progress or (lambda progress, message: None)
+    found = find_model(model, lambda done, total: told(done / total, fetching))
+    path = found.path
     if path.is_dir():
         return SafetensorsCheckpoint(path)
-    if not path.exists():
-        if model in PACKAGED:
-            fetching = f"fetching {model}"
-            told = on_progress or (lambda progress, message: None)
-            file = ensure(model, on_progress=lambda done, total: told(done / total, fetching))
-            return GGUFCheckpoint(file, PACKAGED[model].generation_defaults)
-        raise ModelError(
-            f"model {model!r} is neither a directory, nor a GGUF file, nor one of: {', '.join(PACKAGED)}",
-            hint="Give a Hugging Face directory (config.json, model.safetensors, tokenizer.json) or a .gguf file;"
-            " nothing is fetched from a hub.",
-        )
     if path.suffix != ".gguf" and not _starts_like_gguf(path):
         raise ModelError(f"{path}: not a GGUF file", hint="For safetensors, give the directory that holds them.")
-    return GGUFCheckpoint(path)
+    return GGUFCheckpoint(path, found.generation_defaults)
 
 
 def _starts_like_gguf(path: Path) -> bool:

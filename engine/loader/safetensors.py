@@ -12,8 +12,9 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.loader.checkpoint import Digest
-from engine.loader.hf_config import JsonFile, architecture_of, llama_config, sampling_defaults
+from engine.loader.hf_config import architecture_of, decoder_config, sampling_defaults
 from engine.loader.hf_text import read_text
+from engine.loader.json_file import JsonFile
 from engine.models.registry import MODELS
 
 SINGLE_FILE = "model.safetensors"
@@ -28,8 +29,8 @@ class SafetensorsCheckpoint:
         self.path = directory
         config_file = JsonFile.read(directory / "config.json")
         generation = JsonFile.read_optional(directory / "generation_config.json")
-        self.architecture = architecture_of(config_file, tuple(MODELS))
-        self.config = llama_config(config_file)
+        self.architecture = architecture_of(config_file, MODELS)
+        self.config = decoder_config(config_file, self.architecture)
         text = read_text(directory, config_file)
         self.text = text.files
         ends = {*config_file.token_ids("eos_token_id"), *generation.token_ids("eos_token_id"), *text.eos_ids}

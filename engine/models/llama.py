@@ -1,4 +1,4 @@
-"""Llama and what shares its architecture: pre-norm decoder, rotary positions, grouped queries, gated MLP.
+"""Llama, Mistral, Qwen2, Qwen3: pre-norm decoder, rotary positions, grouped queries, gated MLP, by configuration.
 
 A model knows its layers and their order. Where KV lives and how attention reads it is the attention back end's; which
 arithmetic the products use is `RowOps`'.
@@ -34,26 +34,47 @@ class LlamaAttention(nn.Module):
         rotary: RotaryTables,
         dtype: torch.dtype,
         device: torch.device,
+        window_tokens: int | None,
     ) -> None:
         super().__init__()
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
-        bias = config.attention_bias
         sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-        self.qkv = Linear(config.hidden_size, sizes, bias=bias, ops=ops, dtype=dtype, device=device)
-        self.output = Linear(sizes[0], (config.hidden_size,), bias=bias, ops=ops, dtype=dtype, device=device)
+        self.qkv = Linear(config.hidden_size, sizes, bias=config.attention_bias, ops=ops, dtype=dtype, device=device)
+        self.output = Linear(
+            sizes[0], (config.hidden_size,), bias=config.output_bias, ops=ops, dtype=dtype, device=device
+        )
+        self.query_norm = self.key_norm = None
+        if config.qk_norm:
+            self.query_norm = RMSNorm(head_dim, config.rms_eps, ops=ops, dtype=dtype, device=device)
+            self.key_norm = RMSNorm(head_dim, config.rms_eps, ops=ops, dtype=dtype, device=device)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.scale = head_dim**-0.5
+        self.scale, self.window_tokens = head_dim**-0.5, window_tokens
         self.rotary, self.backend = rotary, backend
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], batch: AttentionBatch, cache: KVCache) -> Tensor:
         qkv = self.qkv(x).view(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            _norm_heads(qkv[:, : self.heads], self.query_norm)
+            _norm_heads(qkv[:, self.heads : self.heads + self.kv_heads], self.key_norm)
         rotated = self.rotary.rotate(qkv[:, : self.heads + self.kv_heads], *angles)
         query, key = rotated[:, : self.heads], rotated[:, self.heads :]
         value = qkv[:, self.heads + self.kv_heads :]
         self.backend.write_kv(key, value, *cache, batch)
-        attended = self.backend.attend(query, *cache, batch, scale=self.scale)
+        attended = self.backend.attend(query, *cache, batch, scale=self.scale, window_tokens=self.window_tokens)
         output: Tensor = self.output(attended.reshape(x.shape[0], -1))
         return output
+
+    def named_parts(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.qkv.named_parts(*(f"{prefix}.{part}_proj" for part in "qkv"))
+        yield from self.output.named_parts(f"{prefix}.o_proj")
+        if self.query_norm is not None and self.key_norm is not None:
+            yield f"{prefix}.q_norm.weight", self.query_norm.weight
+            yield f"{prefix}.k_norm.weight", self.key_norm.weight
+
+
+def _norm_heads(heads: Tensor, norm: RMSNorm) -> None:
+    """Norm every head of `heads` [tokens, heads, head_dim] in place: it is a part of a product nobody else has."""
+    heads.copy_(norm(heads.reshape(-1, heads.shape[-1])).view(heads.shape))
 
 
 class LlamaLayer(nn.Module):
@@ -65,11 +86,12 @@ class LlamaLayer(nn.Module):
         rotary: RotaryTables,
         dtype: torch.dtype,
         device: torch.device,
+        window_tokens: int | None,
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_eps
         self.attention_norm = RMSNorm(size, eps, ops=ops, dtype=dtype, device=device)
-        self.attention = LlamaAttention(config, ops, backend, rotary, dtype, device)
+        self.attention = LlamaAttention(config, ops, backend, rotary, dtype, device, window_tokens)
         self.mlp_norm = RMSNorm(size, eps, ops=ops, dtype=dtype, device=device)
         self.mlp = GatedMLP(size, config.intermediate_size, bias=config.mlp_bias, ops=ops, dtype=dtype, device=device)
 
@@ -79,10 +101,8 @@ class LlamaLayer(nn.Module):
         return output
 
     def named_parts(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        attention = f"{prefix}.self_attn"
         yield f"{prefix}.input_layernorm.weight", self.attention_norm.weight
-        yield from self.attention.qkv.named_parts(*(f"{attention}.{part}_proj" for part in "qkv"))
-        yield from self.attention.output.named_parts(f"{attention}.o_proj")
+        yield from self.attention.named_parts(f"{prefix}.self_attn")
         yield f"{prefix}.post_attention_layernorm.weight", self.mlp_norm.weight
         yield from self.mlp.named_parts(f"{prefix}.mlp")
 
@@ -108,8 +128,12 @@ class Llama(nn.Module):
         self.rotary = RotaryTables(config.head_dim, max_positions, config.rope, device)
         embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.embedding = nn.Parameter(embedding, requires_grad=False)
+        self._groups = _kv_groups(config)
+        group_of = {layer: index for index, group in enumerate(self._groups) for layer in group.layers}
+        self._group_of_layer = tuple(group_of[layer] for layer in range(config.layers))
         self.layers = nn.ModuleList(
-            LlamaLayer(config, ops, backend, self.rotary, dtype, device) for _ in range(config.layers)
+            LlamaLayer(config, ops, backend, self.rotary, dtype, device, self._groups[group].window_tokens)
+            for group in self._group_of_layer
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_eps, ops=ops, dtype=dtype, device=device)
         self.head = self.embedding
@@ -121,8 +145,8 @@ class Llama(nn.Module):
         """Return [tokens, hidden]. `batches` has one entry per KV group, `caches` one per layer; KV is written."""
         angles = self.rotary.at(batches[0].positions)
         x = F.embedding(token_ids, self.embedding)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, angles, batches[0], cache)
+        for layer, group, cache in zip(self.layers, self._group_of_layer, caches, strict=True):
+            x = layer(x, angles, batches[group], cache)
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -131,9 +155,7 @@ class Llama(nn.Module):
         return self._linear(hidden, self.head, None)
 
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
-        config = self.config
-        layers = tuple(range(config.layers))
-        return (KVGroupSpec(kind="full", layers=layers, kv_heads=config.kv_heads, head_dim=config.head_dim),)
+        return self._groups
 
     def named_parts(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (checkpoint name, view to fill) of every parameter, by Hugging Face's names, in a fixed order."""
@@ -144,3 +166,17 @@ class Llama(nn.Module):
         yield "model.norm.weight", self.norm.weight
         if not self.config.tied_embeddings:
             yield "lm_head.weight", self.head
+
+
+def _kv_groups(config: LlamaConfig) -> tuple[KVGroupSpec, ...]:
+    """Return the layers that see everything and those with a window, each as a group if there are any."""
+    sliding = tuple(sorted(config.sliding_layers))
+    full = tuple(layer for layer in range(config.layers) if layer not in config.sliding_layers)
+    shape = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    groups = []
+    if full:
+        groups.append(KVGroupSpec(kind="full", layers=full, **shape))
+    if sliding:
+        window = config.window_tokens
+        groups.append(KVGroupSpec(kind="sliding_window", layers=sliding, window_tokens=window, **shape))
+    return tuple(groups)

@@ -1,4 +1,7 @@
-"""Shape of a Llama decoder, independent of where it was read from. Knows no files and no tensors."""
+"""Shape of a dense decoder, independent of where it was read from. Knows no files and no tensors.
+
+Llama, Mistral, Qwen2 and Qwen3 are the same layers with other switches: those below.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,11 @@ from engine.layers.rotary import RopeSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
+    """`attention_bias` is of query, key and value, `output_bias` of the projection behind them. With `qk_norm` every
+    head of query and key is normed before it is rotated. `sliding_layers` see `window_tokens` tokens, themselves
+    included; the others see all.
+    """
+
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -21,7 +29,11 @@ class LlamaConfig:
     rope: RopeSettings
     tied_embeddings: bool
     attention_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    window_tokens: int | None = None
+    sliding_layers: tuple[int, ...] = ()
 
     def problem(self) -> str | None:
         """Return what makes this configuration impossible, in words, or None."""
@@ -34,6 +46,8 @@ class LlamaConfig:
             return f"head_dim {self.head_dim} is odd"
         if self.rms_eps <= 0 or self.rope.theta <= 0:
             return "rms_norm_eps and rope_theta must be positive"
+        if self.sliding_layers and (self.window_tokens is None or self.window_tokens < 1):
+            return f"sliding layers need a window, not {self.window_tokens}"
         divisors = self.rope.frequency_divisors
         if divisors is not None and (len(divisors) != self.head_dim // 2 or min(divisors) <= 0):
             return f"rope frequencies must be {self.head_dim // 2} positive numbers"

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from engine.models.llama import Llama
 
-MODELS = {"LlamaForCausalLM": Llama}
+MODELS = dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), Llama)

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.loader.load import LoadedModel, choose_device, load_model
 from engine.protocol import EngineInfo
-from engine.runner.kv_cache import KVCache, block_bytes, count_blocks, default_budget_bytes
+from engine.runner.kv_cache import KVCache, count_blocks, default_budget_bytes
 from engine.runner.runner import TorchRunner
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -42,7 +42,7 @@ def build_engine(
         max_in_flight=config.in_flight_steps,
     )
     info = _describe(config, loaded, num_blocks, threads)
-    return info, runner, (num_blocks,) * len(loaded.kv_groups), loaded.assets
+    return info, runner, num_blocks, loaded.assets
 
 
 def _set_threads(threads: int | None) -> int:
@@ -53,15 +53,28 @@ def _set_threads(threads: int | None) -> int:
     return count
 
 
-def _count_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
+def _count_blocks(config: EngineConfig, loaded: LoadedModel) -> tuple[int, ...]:
     budget = config.kv_cache_memory_bytes
     if budget is None:
         budget = default_budget_bytes(choose_device(config.device))
-    per_block = block_bytes(loaded.kv_groups, config.block_size, loaded.dtype)
-    return count_blocks(budget, per_block, config.block_size, loaded.max_model_len)
+    return count_blocks(
+        budget,
+        loaded.kv_groups,
+        block_size=config.block_size,
+        dtype=loaded.dtype,
+        max_model_len=loaded.max_model_len,
+        max_running=config.max_running,
+    )
 
 
-def _describe(config: EngineConfig, loaded: LoadedModel, num_blocks: int, threads: int) -> EngineInfo:
+def _capacity_tokens(config: EngineConfig, loaded: LoadedModel, num_blocks: tuple[int, ...]) -> int:
+    """Return how many tokens the cache holds at once. Windows alone bound no sequence: there it is at least one's."""
+    counts = [count for group, count in zip(loaded.kv_groups, num_blocks, strict=True) if group.window_tokens is None]
+    tokens = (min(counts or num_blocks) - 1) * config.block_size
+    return tokens if counts else max(tokens, loaded.max_model_len)
+
+
+def _describe(config: EngineConfig, loaded: LoadedModel, num_blocks: tuple[int, ...], threads: int) -> EngineInfo:
     return EngineInfo(
         model=config.served_model_name or config.model,
         incarnation=secrets.token_hex(8),
@@ -76,7 +89,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, num_blocks: int, thread
         eos_ids=loaded.eos_ids,
         block_size=config.block_size,
         kv_groups=loaded.kv_groups,
-        kv_capacity_tokens=(num_blocks - 1) * config.block_size,
+        kv_capacity_tokens=_capacity_tokens(config, loaded, num_blocks),
         max_running=config.max_running,
         text=loaded.text,
         generation_defaults=loaded.generation_defaults,

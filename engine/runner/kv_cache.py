@@ -22,10 +22,9 @@ CUDA_HEADROOM_BYTES = 1 << 30
 """Left on a CUDA device for activations, logits and the sampler."""
 
 
-def block_bytes(groups: Sequence[KVGroupSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes that one block of every group takes, over all its layers."""
-    values = sum(2 * len(group.layers) * group.kv_heads * group.head_dim for group in groups)
-    return values * block_size * dtype.itemsize
+def block_bytes(group: KVGroupSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes that one block of the group takes, over all its layers."""
+    return 2 * len(group.layers) * group.kv_heads * group.head_dim * block_size * dtype.itemsize
 
 
 def default_budget_bytes(device: torch.device) -> int:
@@ -52,38 +51,78 @@ def available_memory_bytes(proc: Path = Path("/proc/meminfo"), cgroup: Path = Pa
     return min(limits)
 
 
-def count_blocks(budget_bytes: int, bytes_per_block: int, block_size: int, max_model_len: int) -> int:
-    """Return the blocks (the null block included) that the budget holds, or raise when one sequence does not fit."""
-    blocks = budget_bytes // bytes_per_block
-    needed = -(-max_model_len // block_size) + 1
-    if blocks < needed:
-        longest = max(blocks - 1, 0) * block_size
-        raise ConfigError(
-            f"one sequence of max_model_len {max_model_len} needs {needed * bytes_per_block} bytes of KV cache,"
-            f" but kv_cache_memory is {budget_bytes} bytes",
-            hint=f"Use --max-model-len {longest} or less, or --kv-cache-memory {needed * bytes_per_block}."
-            if longest
-            else f"Use --kv-cache-memory {needed * bytes_per_block}.",
-        )
-    return blocks
+def count_blocks(
+    budget_bytes: int,
+    groups: Sequence[KVGroupSpec],
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_running: int,
+) -> tuple[int, ...]:
+    """Return the blocks of each group (the null block included) that the budget holds together.
+
+    All groups get the same number, since short sequences need as many in each; but a window group beside a full one
+    gets no more than all slots can have in use, and the full groups get the rest. Raises ConfigError when one sequence
+    does not fit.
+    """
+    sizes = [block_bytes(group, block_size, dtype) for group in groups]
+    needed = [_blocks_of_one(group, block_size, max_model_len) + 1 for group in groups]
+    needed_bytes = sum(blocks * size for blocks, size in zip(needed, sizes, strict=True))
+    if needed_bytes > budget_bytes:
+        raise _too_small(budget_bytes, needed_bytes, groups, block_size, dtype, max_model_len)
+    equal = budget_bytes // sum(sizes)
+    full = [index for index, group in enumerate(groups) if group.window_tokens is None]
+    if not full:
+        return (equal,) * len(groups)
+    counts = [min(max(equal, least), (least - 1) * max_running + 1) for least in needed]
+    rest = budget_bytes - sum(counts[i] * sizes[i] for i in range(len(groups)) if i not in full)
+    for index in full:
+        counts[index] = rest // sum(sizes[i] for i in full)
+    return tuple(counts)
+
+
+def _blocks_of_one(group: KVGroupSpec, block_size: int, tokens: int) -> int:
+    """Return the blocks that a sequence alone needs: a window's are freed behind it, all but one block to write to."""
+    blocks = -(-tokens // block_size)
+    if group.window_tokens is None:
+        return blocks
+    return min(blocks, -(-group.window_tokens // block_size) + 1)
+
+
+def _too_small(
+    budget_bytes: int,
+    needed_bytes: int,
+    groups: Sequence[KVGroupSpec],
+    block_size: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+) -> ConfigError:
+    longest = max(budget_bytes // sum(block_bytes(group, block_size, dtype) for group in groups) - 1, 0) * block_size
+    return ConfigError(
+        f"one sequence of max_model_len {max_model_len} needs {needed_bytes} bytes of KV cache,"
+        f" but kv_cache_memory is {budget_bytes} bytes",
+        hint=f"Use --max-model-len {longest} or less, or --kv-cache-memory {needed_bytes}."
+        if longest
+        else f"Use --kv-cache-memory {needed_bytes}.",
+    )
 
 
 class KVCache:
-    """One pair of tensors per layer, [num_blocks, kv_heads, block_size, head_dim]."""
+    """One pair of tensors per layer, [blocks of its group, kv_heads, block_size, head_dim]."""
 
     def __init__(
         self,
         groups: Sequence[KVGroupSpec],
-        num_blocks: int,
+        num_blocks: Sequence[int],
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_blocks = num_blocks
         by_layer: dict[int, tuple[Tensor, Tensor]] = {}
         self._of_group: list[list[Tensor]] = []
-        for group in groups:
-            shape = (num_blocks, group.kv_heads, block_size, group.head_dim)
+        for group, count in zip(groups, num_blocks, strict=True):
+            shape = (count, group.kv_heads, block_size, group.head_dim)
             # Not zeroed as a whole: pages that no request reaches are never touched.
             pairs = [(_empty(shape, dtype, device), _empty(shape, dtype, device)) for _ in group.layers]
             by_layer.update(zip(group.layers, pairs, strict=True))

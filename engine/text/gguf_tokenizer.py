@@ -10,31 +10,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
-from typing import cast
 
 import msgspec
 
 from engine.errors import ModelError
 from engine.text.byte_level import BYTE_OF
-
-
-class TokenType(IntEnum):
-    """`tokenizer.ggml.token_type`: what a vocabulary entry is."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
-
+from engine.text.gguf_sentencepiece import sentencepiece_json
+from engine.text.gguf_vocabulary import ADDED, TokenType, added_token, strings, token_types
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _ANY_CASE_CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _CL100K = (
     _ANY_CASE_CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+SENTENCEPIECE = "llama"
 
 
 class _PreTokenizer(msgspec.Struct, frozen=True):
@@ -67,9 +58,11 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
 
 def tokenizer_json(metadata: Mapping[str, object]) -> bytes:
     """Return the tokenizer.json of a GGUF vocabulary; the same metadata gives the same bytes. Raises ModelError."""
+    if metadata.get("tokenizer.ggml.model") == SENTENCEPIECE:
+        return sentencepiece_json(metadata)
     pre = _pre_tokenizer(metadata)
-    tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    types = _types(metadata, len(tokens))
+    tokens = strings(metadata, "tokenizer.ggml.tokens")
+    types = token_types(metadata, len(tokens))
     # Unused entries only pad the vocabulary: no text leads to them and they lead to no text.
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
     if len(vocab) != sum(kind != TokenType.UNUSED for kind in types):
@@ -78,7 +71,7 @@ def tokenizer_json(metadata: Mapping[str, object]) -> bytes:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(i, tokens[i], kind) for i, kind in enumerate(types) if kind in _ADDED],
+        "added_tokens": [added_token(i, tokens[i], kind) for i, kind in enumerate(types) if kind in ADDED],
         "normalizer": None,
         "pre_tokenizer": _splitting(pre.patterns, [symbol for symbol in BYTE_OF if symbol not in vocab]),
         "post_processor": None,
@@ -102,7 +95,9 @@ def tokenizer_json(metadata: Mapping[str, object]) -> bytes:
 def adds_bos(metadata: Mapping[str, object]) -> bool:
     """Whether raw prompts of this vocabulary start with its BOS token. Raises ModelError as `tokenizer_json` does."""
     stated = metadata.get("tokenizer.ggml.add_bos_token")
-    return _pre_tokenizer(metadata).add_bos if stated is None else bool(stated)
+    if stated is not None:
+        return bool(stated)
+    return metadata.get("tokenizer.ggml.model") == SENTENCEPIECE or _pre_tokenizer(metadata).add_bos
 
 
 def _pre_tokenizer(metadata: Mapping[str, object]) -> _PreTokenizer:
@@ -110,7 +105,8 @@ def _pre_tokenizer(metadata: Mapping[str, object]) -> _PreTokenizer:
     if model != "gpt2":
         raise ModelError(
             f"The GGUF file's tokenizer model {model!r} is not supported.",
-            hint="Supported: 'gpt2' (byte-level BPE). A directory with a tokenizer.json works for other kinds.",
+            hint="Supported: 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE). A directory with a tokenizer.json"
+            " works for other kinds.",
         )
     name = metadata.get("tokenizer.ggml.pre", "default")
     pre = _PRE_TOKENIZERS.get(str(name))
@@ -121,39 +117,6 @@ def _pre_tokenizer(metadata: Mapping[str, object]) -> _PreTokenizer:
             hint=f"Supported: {known}. A directory with a tokenizer.json works for other kinds.",
         )
     return pre
-
-
-def _strings(metadata: Mapping[str, object], key: str) -> Sequence[str]:
-    value = metadata.get(key)
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(item, str) for item in value):
-        raise ModelError(f"The GGUF file has no usable {key}.")
-    return cast("Sequence[str]", value)
-
-
-def _types(metadata: Mapping[str, object], count: int) -> list[int]:
-    """A file without types has normal tokens only."""
-    value = metadata.get("tokenizer.ggml.token_type")
-    if value is None:
-        return [TokenType.NORMAL] * count
-    if not isinstance(value, Sequence) or len(value) != count or not all(isinstance(kind, int) for kind in value):
-        raise ModelError(f"The GGUF file has no usable tokenizer.ggml.token_type for its {count} tokens.")
-    return list(value)
-
-
-_ADDED = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED})
-
-
-def _added(token_id: int, content: str, kind: int) -> dict[str, object]:
-    """Matched in the text before anything else. User-defined ones are text like any other, the rest are special."""
-    return {
-        "id": token_id,
-        "content": content,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": kind != TokenType.USER_DEFINED,
-    }
 
 
 def _splitting(patterns: Sequence[str], missing: Sequence[str]) -> dict[str, object]:
@@ -175,7 +138,7 @@ def _byte_level() -> dict[str, object]:
 
 def _merges(metadata: Mapping[str, object], vocab: Mapping[str, int]) -> list[list[str]]:
     """Byte-level symbols hold no space, so the space between the two halves is the only one."""
-    merges = [line.split(" ") for line in _strings(metadata, "tokenizer.ggml.merges")]
+    merges = [line.split(" ") for line in strings(metadata, "tokenizer.ggml.merges")]
     for pair in merges:
         if len(pair) != 2 or pair[0] not in vocab or pair[1] not in vocab or pair[0] + pair[1] not in vocab:
             raise ModelError(f"The GGUF file's merge {' '.join(pair)!r} does not fit its vocabulary.")

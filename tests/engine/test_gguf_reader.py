@@ -12,7 +12,7 @@ import pytest
 from engine.errors import ModelError
 from engine.loader.gguf import FORMATS, GGUFFile
 from engine.loader.gguf_blocks import decode
-from engine.loader.gguf_llama import GGUFCheckpoint
+from engine.loader.gguf_checkpoint import GGUFCheckpoint
 from engine.loader.packaged import ensure
 
 ALIGNMENT = 32
@@ -151,8 +151,9 @@ CORRUPT: dict[str, tuple[Callable[[], bytes], str]] = {
     "unaligned offset": (with_entry(entry("x", (4,), 0, 1)), "unaligned"),
     "double tensor": (with_entry(entry("x", (4,), 0, 0), entry("x", (4,), 0, 0)), "appears twice"),
     "other quantisation": (
-        with_entry(entry("x", (256,), 12, 0)),
-        "'x' has type Q4_K, which is not supported (supported: BF16, F16, F32, Q4_1, Q8_0)",
+        with_entry(entry("x", (256,), 10, 0)),
+        "'x' has type Q2_K, which is not supported"
+        " (supported: BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0)",
     ),
     "unknown quantisation": (with_entry(entry("x", (256,), 77, 0)), "type number 77"),
 }
@@ -199,7 +200,10 @@ def test_a_missing_file_is_a_model_error(tmp_path: Path) -> None:
     ("pairs", "message"),
     [
         ([], "architecture None is not supported"),
-        ([pair("general.architecture", 8, string("qwen3"))], "architecture 'qwen3' is not supported"),
+        (
+            [pair("general.architecture", 8, string("gemma3"))],
+            r"architecture 'gemma3' is not supported \(supported: 'llama', 'qwen2', 'qwen3'\)",
+        ),
         (PAIRS[:1], "tensor 'token_embd.weight' is missing"),
         ([*PAIRS[:1], pair("llama.rope.scaling.type", 8, string("yarn"))], "rope scaling 'yarn'"),
         ([*PAIRS[:1], pair("llama.expert_count", 4, struct.pack("<I", 8))], "mixture-of-experts"),

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.loader.load import LoadedModel
 from engine.plan import NewSlot, Row, StepPlan
-from engine.protocol import SamplingParams
+from engine.protocol import KVGroupSpec, SamplingParams
 from engine.runner.build import build_engine
 from engine.runner.kv_cache import available_memory_bytes, count_blocks
 from tests.support.loading import load
@@ -212,7 +212,9 @@ def test_a_cache_too_small_for_one_sequence_says_what_would_fit(directory: Path)
         build_engine(config, lambda fraction, phase: None)
     assert caught.value.hint is not None
     assert "--max-model-len 320" in caught.value.hint  # 6 blocks of 16384 bytes, one of them the null block
-    assert count_blocks(6 * 16384, 16384, 64, 320) == 6
+    group = KVGroupSpec(layers=(0, 1), kv_heads=2, head_dim=16)
+    limits = {"block_size": 64, "dtype": torch.bfloat16, "max_model_len": 320, "max_running": 64}
+    assert count_blocks(6 * 16384, [group], **limits) == (6,)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("field", "value"), [("block_size", 48), ("threads", 0)])

@@ -188,11 +188,30 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "index without map": (index(None), "'weight_map' is missing or empty"),
     "other architecture": (
         setting(architectures=["MixtralForCausalLM"]),
-        "'MixtralForCausalLM' is not supported (supported: LlamaForCausalLM)",
+        "'MixtralForCausalLM' is not supported (supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,",
     ),
-    "quantised": (setting(quantization_config={"bits": 4}), "'quantization_config' is not supported"),
+    **{
+        method: (
+            setting(quantization_config={"quant_method": method, "bits": 4}),
+            f"quantised with '{method}' ('quantization_config') are not supported (supported: float32, float16,",
+        )
+        for method in ("fp8", "awq", "gptq", "bitsandbytes", "compressed-tensors")
+    },
+    "no method": (setting(quantization_config={"bits": 4}), "quantised with 'unnamed' ('quantization_config')"),
+    "FP8 tensor": (
+        weights(lambda w: w.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)})),
+        "type torch.float8_e4m3fn, which is not supported (supported: float32",
+    ),
     "other activation": (setting(hidden_act="gelu"), "'hidden_act' 'gelu' is not supported"),
-    "other rope": (setting(rope_parameters={"rope_type": "yarn"}), "rope type 'yarn' is not supported"),
+    "other rope": (
+        setting(rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+        "rope type 'dynamic' is not supported (supported: default, linear, llama3, yarn)",
+    ),
+    "yarn with mscale": (
+        setting(rope_parameters={"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}),
+        "rope type 'yarn' with 'mscale' is not supported",
+    ),
+    "rope that shrinks": (setting(rope_parameters={"rope_type": "linear", "factor": 0.5}), "factor 0.5 is below 1"),
     "partial rope": (setting(partial_rotary_factor=0.5), "'partial_rotary_factor' is not supported"),
     "heads do not divide": (setting(num_key_value_heads=3), "not a multiple of 3 key/value heads"),
     "no size": (setting(hidden_size=None), "'hidden_size' must be an integer"),
@@ -214,7 +233,8 @@ def test_a_broken_directory_is_refused_in_one_line_that_names_the_file(model: Pa
 
 
 def test_a_model_that_is_nowhere_lists_what_can_be_given() -> None:
-    with pytest.raises(ModelError, match=r"'nothing' is neither a directory, nor a GGUF file, nor one of: smollm2"):
+    message = r"'nothing' is neither a directory, nor a GGUF file, nor one of: smollm2, nor a hub's repository"
+    with pytest.raises(ModelError, match=message):
         load(Path("nothing"))
 
 

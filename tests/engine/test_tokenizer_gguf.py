@@ -226,7 +226,8 @@ def test_bos_is_added_where_the_file_or_its_kind_says_so() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "'llama'"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert'"),
+        ({"tokenizer.ggml.model": "llama"}, "no byte fallback"),
         ({"tokenizer.ggml.model": None}, "None"),
         ({"tokenizer.ggml.pre": "new-kind"}, "'new-kind'"),
         ({"tokenizer.ggml.tokens": None}, "tokens"),

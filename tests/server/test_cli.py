@@ -52,7 +52,7 @@ def test_version_is_printed(arguments: list[str], capsys: Capture) -> None:
         (["serve", "--port"], "'--port' requires an argument", "--help"),
         (["serve", "one", "two"], "unexpected extra argument (two)", "headrace serve --help"),
         (["serve", "--config", "/does/not/exist.yaml"], "cannot be read", None),
-        (["pull", "nothing"], "no packaged model named 'nothing'", "smollm2"),
+        (["pull", "nothing"], "'nothing' is neither a directory", "safetensors"),
     ],
 )
 def test_a_mistake_is_one_line_and_a_hint(

@@ -1,4 +1,4 @@
-"""Random Llamas of a few thousand parameters, written as Hugging Face directories that any loader reads.
+"""Random models of a few thousand parameters, written as Hugging Face directories that any loader reads.
 
 The tokenizer is byte-level without merges: id = byte + 4 behind the specials <unk> <s> </s> <|end|>, so every text has
 ids and every id is text.
@@ -68,8 +68,33 @@ def write_tiny_llama(
         eos_token_id=2,
         rope_parameters=rope_parameters or {"rope_type": "default", "rope_theta": 10000.0},
     )
+    return write_model(directory, LlamaForCausalLM, config, seed=seed, shard_size=shard_size)
+
+
+SHAPE: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_tiny(directory: Path, architecture: str, *, seed: int = 0, shard_size: str = "1GB", **values: object) -> Path:
+    """Write a model of any architecture; `values` are transformers' configuration keys on top of `SHAPE`."""
+    import transformers
+
+    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**{**SHAPE, **values})
+    return write_model(directory, getattr(transformers, architecture), config, seed=seed, shard_size=shard_size)
+
+
+def write_model(directory: Path, kind: type, config: object, *, seed: int, shard_size: str) -> Path:
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
+    model = kind(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms start as ones and biases as zeros: neither would show a mistake

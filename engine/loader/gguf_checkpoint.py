@@ -1,4 +1,4 @@
-"""A Llama in a GGUF file, seen as a checkpoint: llama.cpp's names and row order turned into Hugging Face's."""
+"""A model in a GGUF file, seen as a checkpoint: llama.cpp's names and row order turned into Hugging Face's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.layers.rotary import RopeSettings
+from engine.layers.rotary import LinearScaling, RopeSettings
 from engine.loader.checkpoint import Digest, TextFiles
 from engine.loader.gguf import GGUFFile
 from engine.loader.gguf_blocks import decode
@@ -18,6 +18,9 @@ from engine.models.llama_config import LlamaConfig
 from engine.text.gguf_tokenizer import adds_bos, tokenizer_json
 
 ROPE_DIVISORS = "rope_freqs.weight"
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""llama.cpp's name of an architecture and Hugging Face's. Mistral files call themselves llama."""
 
 _TOP_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -30,6 +33,8 @@ _LAYER_NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -42,14 +47,14 @@ _END_TOKENS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "to
 class GGUFCheckpoint:
     """Owns the open file. GGUF has no place for sampling defaults: who knows the model's gives them."""
 
-    architecture = "LlamaForCausalLM"
-
     def __init__(self, path: Path, generation_defaults: Mapping[str, float | int] | None = None) -> None:
         self.path = path
         self.generation_defaults = dict(generation_defaults or {})
         self._file = GGUFFile(path)
         try:
             self._stored = {_hf_name(name): name for name in self._file.tensors if name != ROPE_DIVISORS}
+            self._prefix = self._read_architecture()
+            self.architecture = ARCHITECTURES[self._prefix]
             self.config = self._read_config()
             self.text = self._read_text()
         except ModelError:
@@ -70,42 +75,51 @@ class GGUFCheckpoint:
         raw = self._file.read(entry.name)
         digest.update(raw)
         values = torch.from_numpy(decode(raw, entry.format, entry.shape))
-        if ".q_proj." in name:
-            return _rotate_half_order(values, self.config.heads)
-        if ".k_proj." in name:
-            return _rotate_half_order(values, self.config.kv_heads)
+        if self._prefix == "llama":  # the other architectures are stored as they are
+            if ".q_proj." in name:
+                return _rotate_half_order(values, self.config.heads)
+            if ".k_proj." in name:
+                return _rotate_half_order(values, self.config.kv_heads)
         return values
 
     def close(self) -> None:
         self._file.close()
 
+    def _read_architecture(self) -> str:
+        name = self._file.metadata.get("general.architecture")
+        if name not in ARCHITECTURES:
+            known = ", ".join(repr(known) for known in ARCHITECTURES)
+            raise ModelError(f"{self.path}: architecture {name!r} is not supported (supported: {known})")
+        return str(name)
+
     def _read_config(self) -> LlamaConfig:
-        architecture = self._file.metadata.get("general.architecture")
-        if architecture != "llama":
-            raise ModelError(f"{self.path}: architecture {architecture!r} is not supported (supported: 'llama')")
-        scaling = self._file.metadata.get("llama.rope.scaling.type", "none")
-        if scaling != "none":
-            raise ModelError(f"{self.path}: rope scaling {scaling!r} is not supported in GGUF files")
         if self._integer("expert_count", 0):
             raise ModelError(f"{self.path}: mixture-of-experts models are not supported in GGUF files")
+        rope = self._rope()
         embedding = self._file.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise ModelError(f"{self.path}: tensor 'token_embd.weight' is missing or no matrix")
         hidden, heads = self._integer("embedding_length"), self._integer("attention.head_count")
+        layers, positions = self._integer("block_count"), self._integer("context_length")
+        window = self._window(positions)
         config = LlamaConfig(
             vocab_size=embedding.shape[0],
             hidden_size=hidden,
             intermediate_size=self._integer("feed_forward_length"),
-            layers=self._integer("block_count"),
+            layers=layers,
             heads=heads,
             kv_heads=self._integer("attention.head_count_kv", heads),
             head_dim=self._integer("attention.key_length", hidden // max(heads, 1)),
             rms_eps=self._number("attention.layer_norm_rms_epsilon"),
-            max_positions=self._integer("context_length"),
-            rope=RopeSettings(self._number("rope.freq_base", 10000.0), frequency_divisors=self._rope_divisors()),
+            max_positions=positions,
+            rope=rope,
             tied_embeddings="output.weight" not in self._file.tensors,
-            attention_bias="blk.0.attn_q.bias" in self._file.tensors,
+            attention_bias=self._prefix == "qwen2" or "blk.0.attn_q.bias" in self._file.tensors,
+            output_bias="blk.0.attn_output.bias" in self._file.tensors,
             mlp_bias="blk.0.ffn_gate.bias" in self._file.tensors,
+            qk_norm=self._prefix == "qwen3",
+            window_tokens=window,
+            sliding_layers=() if window is None else tuple(range(layers)),
         )
         if problem := config.problem():
             raise ModelError(f"{self.path}: impossible model shape: {problem}")
@@ -113,22 +127,43 @@ class GGUFCheckpoint:
             raise ModelError(f"{self.path}: rotary embedding of a part of each head is not supported")
         return config
 
+    def _rope(self) -> RopeSettings:
+        theta, kind = self._number("rope.freq_base", 10000.0), self._value("rope.scaling.type", "none")
+        divisors = self._rope_divisors()
+        if kind == "linear" and divisors is None:
+            return RopeSettings(theta, LinearScaling(max(self._number("rope.scaling.factor", 1.0), 1.0)))
+        if kind != "none":
+            raise ModelError(f"{self.path}: rope scaling {kind!r} is not supported in GGUF files")
+        return RopeSettings(theta, frequency_divisors=divisors)
+
+    def _window(self, positions: int) -> int | None:
+        """Return the window of all layers; files whose window is of some layers only do not say of which."""
+        window = self._integer("attention.sliding_window", 0)
+        if window <= 0 or window >= positions:
+            return None
+        if self._prefix != "llama":
+            raise ModelError(f"{self.path}: a sliding window is not supported in GGUF files of {self._prefix!r}")
+        return window
+
     def _rope_divisors(self) -> tuple[float, ...] | None:
         entry = self._file.tensors.get(ROPE_DIVISORS)
         if entry is None:
             return None
         return tuple(decode(self._file.read(entry.name), entry.format, entry.shape).ravel().tolist())
 
+    def _value(self, key: str, default: object) -> object:
+        return self._file.metadata.get(f"{self._prefix}.{key}", default)
+
     def _integer(self, key: str, default: int | None = None) -> int:
-        value = self._file.metadata.get(f"llama.{key}", default)
+        value = self._value(key, default)
         if not isinstance(value, int):
-            raise ModelError(f"{self.path}: key 'llama.{key}' is missing or no integer")
+            raise ModelError(f"{self.path}: key '{self._prefix}.{key}' is missing or no integer")
         return value
 
     def _number(self, key: str, default: float | None = None) -> float:
-        value = self._file.metadata.get(f"llama.{key}", default)
+        value = self._value(key, default)
         if not isinstance(value, (int, float)):
-            raise ModelError(f"{self.path}: key 'llama.{key}' is missing or no number")
+            raise ModelError(f"{self.path}: key '{self._prefix}.{key}' is missing or no number")
         return float(value)
 
     def _read_text(self) -> TextFiles:

@@ -1,0 +1,72 @@
+"""A JSON object from a file, whose values are asked for by type: a wrong one is an error that names file and key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ModelError
+
+_DIRECTORY = "It needs config.json, model.safetensors and tokenizer.json; a GGUF file is given by its own path."
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFile:
+    """A JSON object and the path it came from, for messages."""
+
+    path: Path
+    values: Mapping[str, object]
+
+    @classmethod
+    def read(cls, path: Path) -> JsonFile:
+        try:
+            values = json.loads(path.read_bytes())
+        except FileNotFoundError as error:
+            raise ModelError(f"{path}: missing file", hint=_DIRECTORY) from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ModelError(f"{path}: must hold a JSON object")
+        return cls(path, values)
+
+    @classmethod
+    def read_optional(cls, path: Path) -> JsonFile:
+        return cls.read(path) if path.exists() else cls(path, {})
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ModelError(f"{self.path}: {key!r} must be an integer, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ModelError(f"{self.path}: {key!r} must be a number, not {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self.path}: {key!r} must be true or false, not {value!r}")
+        return value
+
+    def nested(self, key: str) -> JsonFile:
+        value = self.values.get(key)
+        if value is None:
+            return JsonFile(self.path, {})
+        if not isinstance(value, dict):
+            raise ModelError(f"{self.path}: {key!r} must be an object, not {value!r}")
+        return JsonFile(self.path, value)
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """Return one id or a list of them as a tuple; absent is empty."""
+        value = self.values.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+            raise ModelError(f"{self.path}: {key!r} must be a token id or a list of them, not {value!r}")
+        return tuple(ids)

