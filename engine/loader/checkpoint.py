@@ -56,6 +56,10 @@ class Checkpoint(Protocol):
     @property
     def tensor_names(self) -> Collection[str]: ...
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return what the file says of a tensor; nothing of it is read. Raises ModelError."""
+        ...
+
     def read(self, name: str, digest: Digest) -> Tensor:
         """Return one tensor on the CPU and add its stored bytes to `digest`. Raises ModelError."""
         ...

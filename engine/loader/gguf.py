@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from engine.errors import ModelError
+from engine.loader.files import open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -70,7 +71,7 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise ModelError(f"{path}: cannot be read as a GGUF file: {error}") from error

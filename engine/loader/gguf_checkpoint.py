@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from engine.layers.rotary import LinearScaling, RopeSettings
 from engine.loader.checkpoint import Digest, TextFiles
 from engine.loader.gguf import GGUFFile
 from engine.loader.gguf_blocks import decode
-from engine.models.llama_config import LlamaConfig
+from engine.models.llama_config import MAX_LAYERS, LlamaConfig
 from engine.text.gguf_tokenizer import adds_bos, tokenizer_json
 
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -70,6 +71,9 @@ class GGUFCheckpoint:
     def tensor_names(self) -> Collection[str]:
         return self._stored.keys()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[self._stored[name]].shape
+
     def read(self, name: str, digest: Digest) -> Tensor:
         entry = self._file.tensors[self._stored[name]]
         raw = self._file.read(entry.name)
@@ -101,6 +105,8 @@ class GGUFCheckpoint:
             raise ModelError(f"{self.path}: tensor 'token_embd.weight' is missing or no matrix")
         hidden, heads = self._integer("embedding_length"), self._integer("attention.head_count")
         layers, positions = self._integer("block_count"), self._integer("context_length")
+        if layers > MAX_LAYERS:
+            raise ModelError(f"{self.path}: impossible model shape: {layers} layers")
         window = self._window(positions)
         config = LlamaConfig(
             vocab_size=embedding.shape[0],
@@ -164,6 +170,8 @@ class GGUFCheckpoint:
         value = self._value(key, default)
         if not isinstance(value, (int, float)):
             raise ModelError(f"{self.path}: key '{self._prefix}.{key}' is missing or no number")
+        if not math.isfinite(value):
+            raise ModelError(f"{self.path}: key '{self._prefix}.{key}' must be finite, not {value}")
         return float(value)
 
     def _read_text(self) -> TextFiles:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from engine.errors import ModelError
 from engine.loader.hf_rope import rope_settings, trained_positions
 from engine.loader.json_file import JsonFile
-from engine.models.llama_config import LlamaConfig
+from engine.models.llama_config import MAX_LAYERS, LlamaConfig
 
 _BY_MODEL_TYPE = {
     "llama": "LlamaForCausalLM",
@@ -86,7 +86,10 @@ def _refuse_quantised(file: JsonFile) -> None:
 
 def _sliding_layers(file: JsonFile, architecture: str) -> tuple[int | None, tuple[int, ...]]:
     """Return the window and the layers that have it. A window as long as the model's positions is none."""
-    layers, window = range(file.integer("num_hidden_layers")), file.values.get("sliding_window")
+    count, window = file.integer("num_hidden_layers"), file.values.get("sliding_window")
+    if count > MAX_LAYERS:
+        raise ModelError(f"{file.path}: impossible model shape: {count} layers")
+    layers = range(count)
     if architecture == "MistralForCausalLM":
         sliding = tuple(layers)
         window = file.values.get("sliding_window", 4096)  # what a file means that does not say

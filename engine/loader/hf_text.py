@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.errors import ModelError
 from engine.loader.checkpoint import TextFiles
+from engine.loader.files import read_regular
 from engine.loader.json_file import JsonFile
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -34,7 +35,7 @@ def read_text(directory: Path, config: JsonFile) -> HFText:
     eos_id = ids.get(special.get("eos_token", ""))
     adds_bos = settings.values.get("add_bos_token") is True or _template_starts_with_token(tokenizer.values)
     files = TextFiles(
-        tokenizer=tokenizer_path.read_bytes(),
+        tokenizer=_checked_utf8(tokenizer_path),
         chat_template=_chat_template(directory, settings),
         bos_id=bos_id,
         add_bos=adds_bos and bos_id is not None,
@@ -97,7 +98,7 @@ def _chat_template(directory: Path, settings: JsonFile) -> bytes | None:
 
 def _checked_utf8(path: Path) -> bytes:
     try:
-        source = path.read_bytes()
+        source = read_regular(path)
         source.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path}: cannot be read as text: {error}") from error

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ModelError
+from engine.loader.files import read_regular
 
 _DIRECTORY = "It needs config.json, model.safetensors and tokenizer.json; a GGUF file is given by its own path."
+
+_INTEGERS = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,7 @@ class JsonFile:
     @classmethod
     def read(cls, path: Path) -> JsonFile:
         try:
-            values = json.loads(path.read_bytes())
+            values = json.loads(read_regular(path))
         except FileNotFoundError as error:
             raise ModelError(f"{path}: missing file", hint=_DIRECTORY) from error
         except (OSError, ValueError, RecursionError) as error:
@@ -40,6 +44,8 @@ class JsonFile:
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool):
             raise ModelError(f"{self.path}: {key!r} must be an integer, not {value!r}")
+        if value not in _INTEGERS:
+            raise ModelError(f"{self.path}: {key!r} is out of range: {value}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -47,6 +53,8 @@ class JsonFile:
         value = default if value is None else value
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise ModelError(f"{self.path}: {key!r} must be a number, not {value!r}")
+        if not math.isfinite(value):  # Python reads NaN and Infinity, which are no JSON
+            raise ModelError(f"{self.path}: {key!r} must be finite, not {value!r}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

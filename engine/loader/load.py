@@ -18,13 +18,17 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.layers.row_ops import check_row_independence, row_ops
 from engine.loader.checkpoint import Checkpoint, TextFiles
+from engine.loader.files import open_regular, read_regular
 from engine.loader.gguf import MAGIC
 from engine.loader.gguf_checkpoint import GGUFCheckpoint
 from engine.loader.safetensors import SafetensorsCheckpoint
 from engine.loader.sources import find_model
 from engine.models.base import Model
+from engine.models.llama import Llama
 from engine.models.registry import MODELS
 from engine.protocol import AssetRef, KVGroupSpec, TextAssets
+from engine.text.chat import ChatTemplate
+from engine.text.tokenizer import TextCodec
 
 OnProgress = Callable[[float, str], None]
 """Called with (fraction in [0, 1], phase) between tensors. It may raise to give up the load."""
@@ -64,10 +68,16 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     checkpoint = open_checkpoint(config.model, on_progress)
     try:
         max_model_len = _max_model_len(config.max_model_len, checkpoint)
-        text, assets = _text_assets(checkpoint.text, config.chat_template)
-        module = MODELS[checkpoint.architecture](
-            checkpoint.config, ops=ops, backend=backend, max_positions=max_model_len, dtype=dtype, device=device
-        )
+        text, assets = _text_assets(checkpoint, config.chat_template)
+
+        def build(device: torch.device, max_positions: int) -> Llama:
+            return MODELS[checkpoint.architecture](
+                checkpoint.config, ops=ops, backend=backend, max_positions=max_positions, dtype=dtype, device=device
+            )
+
+        # Without memory first: what a file claims of itself may be anything.
+        _check_tensors(_built(lambda: build(torch.device("meta"), 1), checkpoint), checkpoint)
+        module = _built(lambda: build(device, max_model_len), checkpoint)
         weights_digest = _fill(module, checkpoint, on_progress)
     finally:
         checkpoint.close()
@@ -77,7 +87,8 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     return LoadedModel(
         module=module,
         kv_groups=module.kv_groups(),
-        eos_ids=checkpoint.eos_ids,
+        # An end token that the model has no logit for is never chosen.
+        eos_ids=tuple(token for token in checkpoint.eos_ids if 0 <= token < checkpoint.config.vocab_size),
         max_model_len=max_model_len,
         vocab_size=checkpoint.config.vocab_size,
         weights_digest=weights_digest,
@@ -115,7 +126,7 @@ def open_checkpoint(model: str, on_progress: OnProgress | None = None) -> Checkp
 
 def _starts_like_gguf(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error}") from error
@@ -133,8 +144,21 @@ def _max_model_len(wanted: int | None, checkpoint: Checkpoint) -> int:
     return wanted
 
 
-def _text_assets(files: TextFiles, chat_template: str | None) -> tuple[TextAssets, dict[str, bytes]]:
+def _built(build: Callable[[], Llama], checkpoint: Checkpoint) -> Llama:
+    try:
+        return build()
+    except (RuntimeError, MemoryError, ArithmeticError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ModelError(
+            f"{checkpoint.path}: the model cannot be built: {reason}",
+            hint="If it is memory that lacks, try --max-model-len or another --dtype.",
+        ) from error
+
+
+def _text_assets(checkpoint: Checkpoint, chat_template: str | None) -> tuple[TextAssets, dict[str, bytes]]:
+    files = checkpoint.text
     template = files.chat_template if chat_template is None else _template_override(chat_template)
+    _check_text(files, template, checkpoint)
     contents = {hashlib.sha256(data).hexdigest(): data for data in (files.tokenizer, template) if data is not None}
     text = TextAssets(
         tokenizer=_asset(files.tokenizer),
@@ -146,6 +170,16 @@ def _text_assets(files: TextFiles, chat_template: str | None) -> tuple[TextAsset
     return text, contents
 
 
+def _check_text(files: TextFiles, template: bytes | None, checkpoint: Checkpoint) -> None:
+    """Text is made in other processes; but what they could not use is told here, where a wrong model ends the start."""
+    try:
+        TextCodec(files.tokenizer)
+        if template is not None:
+            ChatTemplate(template.decode(), files.special_tokens)
+    except ModelError as error:
+        raise ModelError(f"{checkpoint.path}: {error}", hint=error.hint) from error
+
+
 def _asset(data: bytes) -> AssetRef:
     return AssetRef(hashlib.sha256(data).hexdigest(), len(data))
 
@@ -155,26 +189,31 @@ def _template_override(value: str) -> bytes:
     if "{{" in value or "{%" in value:
         return value.encode()
     try:
-        source = Path(value).expanduser().read_bytes()
+        source = read_regular(Path(value).expanduser())
         source.decode()
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"chat template {value!r} cannot be read: {error}") from error
+    except (OSError, UnicodeDecodeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"chat template {value[:200]!r} cannot be read: {error}") from error
     return source
 
 
 def _fill(module: Model, checkpoint: Checkpoint, on_progress: OnProgress) -> str:
     """Copy every tensor into the module; return the hex SHA-256 over names and stored bytes, in the module's order."""
     parts = list(module.named_parts())
-    _check_names([name for name, _ in parts], checkpoint)
     digest = hashlib.sha256()
     for index, (name, target) in enumerate(parts):
         on_progress(index / len(parts), "reading weights")
         digest.update(name.encode() + b"\0")
-        source = checkpoint.read(name, digest)
-        _check_shape(name, source, target, checkpoint)
-        target.copy_(source)
+        target.copy_(checkpoint.read(name, digest))
     on_progress(1.0, "reading weights")
     return digest.hexdigest()
+
+
+def _check_tensors(module: Model, checkpoint: Checkpoint) -> None:
+    """Compare names and shapes of what the module needs and the files have."""
+    parts = list(module.named_parts())
+    _check_names([name for name, _ in parts], checkpoint)
+    for name, target in parts:
+        _check_shape(name, checkpoint.shape(name), target, checkpoint)
 
 
 def _check_names(wanted: list[str], checkpoint: Checkpoint) -> None:
@@ -190,8 +229,8 @@ def _check_names(wanted: list[str], checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_shape(name: str, source: Tensor, target: Tensor, checkpoint: Checkpoint) -> None:
-    if source.shape != target.shape:
+def _check_shape(name: str, stored: tuple[int, ...], target: Tensor, checkpoint: Checkpoint) -> None:
+    if stored != tuple(target.shape):
         raise ModelError(
-            f"{checkpoint.path}: tensor {name!r} has shape {list(source.shape)}, the model needs {list(target.shape)}"
+            f"{checkpoint.path}: tensor {name!r} has shape {list(stored)}, the model needs {list(target.shape)}"
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.loader.checkpoint import Digest
+from engine.loader.files import open_regular
 from engine.loader.hf_config import architecture_of, decoder_config, sampling_defaults
 from engine.loader.hf_text import read_text
 from engine.loader.json_file import JsonFile
@@ -43,12 +44,19 @@ class SafetensorsCheckpoint:
     def tensor_names(self) -> Collection[str]:
         return self._file_of.keys()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        path = self._file_of[name]
+        try:
+            return tuple(self._open[path].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+        except SafetensorError as error:
+            raise _unreadable(path, name, error) from error
+
     def read(self, name: str, digest: Digest) -> Tensor:
         path = self._file_of[name]
         try:
             tensor: Tensor = self._open[path].get_tensor(name)  # type: ignore[no-untyped-call]
         except SafetensorError as error:
-            raise ModelError(f"{path}: tensor {name!r} cannot be read: {error}") from error
+            raise _unreadable(path, name, error) from error
         if tensor.dtype not in _FLOATS:
             raise ModelError(
                 f"{path}: tensor {name!r} has type {tensor.dtype}, which is not supported"
@@ -59,6 +67,10 @@ class SafetensorsCheckpoint:
 
     def close(self) -> None:
         self._open.clear()
+
+
+def _unreadable(path: Path, name: str, error: SafetensorError) -> ModelError:
+    return ModelError(f"{path}: tensor {name!r} cannot be read: {error}")
 
 
 def _files_by_tensor(directory: Path) -> dict[str, Path]:
@@ -82,6 +94,7 @@ def _files_by_tensor(directory: Path) -> dict[str, Path]:
 
 def _open_shard(path: Path) -> safe_open:
     try:
+        open_regular(path).close()
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise ModelError(f"{path}: missing file") from error

@@ -61,10 +61,17 @@ SOURCES = (
 )
 
 
+def _owns(source: Source, model: str) -> bool:
+    try:
+        return source.owns(model)
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be entered, a home of nobody
+        raise ModelError(f"model {model[:200]!r} cannot be looked for: {error}") from error
+
+
 def find_model(model: str, on_progress: Progress) -> FoundModel:
     """Return where a model is, fetching it first when it is not here. Raises ModelError."""
     for source in SOURCES:
-        if source.owns(model):
+        if _owns(source, model):
             return source.fetch(model, on_progress)
     raise ModelError(
         f"model {model!r} is neither " + ", nor ".join(source.name for source in SOURCES),

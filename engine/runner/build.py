@@ -6,14 +6,16 @@ import os
 import secrets
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelError, RequestError
 from engine.loader.load import LoadedModel, choose_device, load_model
-from engine.protocol import EngineInfo
+from engine.protocol import EngineInfo, GenerateRequest, SamplingParams
 from engine.runner.kv_cache import KVCache, count_blocks, default_budget_bytes
 from engine.runner.runner import TorchRunner
+from engine.validation import validate
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -30,7 +32,13 @@ def build_engine(
     threads = _set_threads(config.threads)
     loaded = load_model(config, on_progress)
     num_blocks = _count_blocks(config, loaded)
-    cache = KVCache(loaded.kv_groups, num_blocks, config.block_size, loaded.dtype, loaded.device)
+    try:
+        cache = KVCache(loaded.kv_groups, num_blocks, config.block_size, loaded.dtype, loaded.device)
+    except RuntimeError as error:  # torch's word for what cannot be allocated
+        raise ConfigError(
+            f"the KV cache of {max(num_blocks)} blocks cannot be allocated: {str(error).splitlines()[0]}",
+            hint="Use a smaller --kv-cache-memory.",
+        ) from error
     runner = TorchRunner(
         loaded.module,
         cache,
@@ -42,7 +50,19 @@ def build_engine(
         max_in_flight=config.in_flight_steps,
     )
     info = _describe(config, loaded, num_blocks, threads)
+    _check_defaults(info)
     return info, runner, num_blocks, loaded.assets
+
+
+def _check_defaults(info: EngineInfo) -> None:
+    """Sampling defaults come with the model. Wrong ones would be held against every request."""
+    sampling = msgspec.convert(info.generation_defaults, SamplingParams)
+    try:
+        validate(GenerateRequest(request_id="defaults", prompt_ids=[0], sampling=sampling), info)
+    except RequestError as error:
+        raise ModelError(
+            f"The model's own sampling defaults are wrong: {error}.", hint="Is its generation_config.json all right?"
+        ) from error
 
 
 def _set_threads(threads: int | None) -> int:

@@ -19,6 +19,7 @@ from engine.text.byte_level import piece_bytes
 
 _Json = Mapping[str, object]
 
+_MAX_VOCABULARY = 2**24
 _METASPACE = "\u2581"  # SentencePiece writes a space as this lower one eighth block.
 
 
@@ -37,6 +38,8 @@ class TextCodec:
         self._bos_id = bos_id
         vocabulary = _vocabulary(json.loads(tokenizer_json))
         known = max(vocabulary.pieces, default=-1) + 1
+        if known > _MAX_VOCABULARY:
+            raise ModelError(f"The tokenizer has a token of id {known - 1}, which is no vocabulary's.")
         self.vocab_size = max(known, vocab_size or 0)
         self._special = vocabulary.special
         self._strips_first_space = vocabulary.strips_first_space
