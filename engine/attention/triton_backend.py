@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBatch
 from engine.kernels.attention import prefill_attention_kernel, split_attention_kernel
 from engine.kernels.kv import write_kv
+from engine.kernels.rope import rotate_and_write_kv
 from engine.kernels.shared_memory import buffers_that_fit
 
 MAX_HEAD_SLOTS = 1 << 16
@@ -69,9 +70,36 @@ class TritonAttention:
         self.name = name
         self._tiles = tiles
         self._arrivals: dict[torch.device, Tensor] = {}
+        self._shaped: tuple[AttentionBatch, int, _RowLengths] | None = None
 
     def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
         write_kv(key, value, k_cache, v_cache, batch.write_index, batch.block_size)
+
+    def rotate_and_write_kv(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        return rotate_and_write_kv(
+            qkv,
+            batch.positions,
+            cos,
+            sin,
+            k_cache,
+            v_cache,
+            batch.write_index,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+        )
 
     def attend(
         self,
@@ -87,16 +115,23 @@ class TritonAttention:
         group = heads // k_cache.shape[1]
         tiles = self._tiles
         short_tokens = max(tiles.split_rows, _power_of_two(group)) // group
-        longest = max(batch.host_query_lens)
-        shortest = min(batch.host_query_lens)
+        lengths = self._row_lengths(batch, short_tokens)
         out = query.new_empty(query.shape)
         call = _Call(out, query, k_cache, v_cache, batch, group, scale * math.log2(math.e), window_tokens or 0, tiles)
-        if shortest <= short_tokens:
-            short_longest = max(count for count in batch.host_query_lens if count <= short_tokens)
-            call.launch_split(short_longest * group, self._counters(query.device))
-        if longest > short_tokens:
+        if lengths.longest_short:
+            call.launch_split(lengths.longest_short * group, self._counters(query.device))
+        if lengths.has_long:
             call.launch_prefill(short_tokens)
         return out
+
+    def _row_lengths(self, batch: AttentionBatch, short_tokens: int) -> _RowLengths:
+        """Looked at once per step: all layers of a KV group share the batch object."""
+        kept = self._shaped
+        if kept is None or kept[0] is not batch or kept[1] != short_tokens:
+            lens = batch.host_query_lens
+            longest_short = max((count for count in lens if count <= short_tokens), default=0)
+            self._shaped = kept = (batch, short_tokens, _RowLengths(longest_short, max(lens) > short_tokens))
+        return kept[2]
 
     def _counters(self, device: torch.device) -> Tensor:
         counters = self._arrivals.get(device)
@@ -104,6 +139,14 @@ class TritonAttention:
             counters = torch.zeros(MAX_HEAD_SLOTS, dtype=torch.int32, device=device)
             self._arrivals[device] = counters
         return counters
+
+
+@dataclass(frozen=True, slots=True)
+class _RowLengths:
+    """Query tokens of the longest row for the split kernel, 0 without one; whether a row is for the other."""
+
+    longest_short: int
+    has_long: bool
 
 
 def _power_of_two(count: int) -> int:

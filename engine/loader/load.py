@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.attention.base import AttentionBackend
 from engine.attention.registry import choose
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
@@ -42,6 +43,7 @@ class LoadedModel:
     """A model ready to run. `assets` are the text files by hex SHA-256; `weights_digest` is over the stored bytes."""
 
     module: Model
+    backend: AttentionBackend
     kv_groups: tuple[KVGroupSpec, ...]
     eos_ids: tuple[int, ...]
     max_model_len: int
@@ -59,7 +61,7 @@ class LoadedModel:
 def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     """Load `config.model` onto `config.device`. Raises ModelError or ConfigError with one line for the user."""
     device, dtype = choose_device(config.device), _DTYPES[config.dtype]
-    ops, backend = row_ops(config.numerics, device), choose(device, config.numerics)
+    backend, ops = choose(device, config.numerics), row_ops(config.numerics, device)
     on_progress(0.0, "opening model files")
     checkpoint = open_checkpoint(config.model, on_progress)
     try:
@@ -76,6 +78,7 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
         check_row_independence(ops, [p for p in module.parameters() if p.dim() == 2])
     return LoadedModel(
         module=module,
+        backend=backend,
         kv_groups=module.kv_groups(),
         eos_ids=checkpoint.eos_ids,
         max_model_len=max_model_len,
