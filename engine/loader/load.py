@@ -21,6 +21,7 @@ from engine.layers.row_ops import check_row_independence, row_ops
 from engine.loader.checkpoint import Checkpoint, TextFiles
 from engine.loader.gguf import MAGIC
 from engine.loader.gguf_checkpoint import GGUFCheckpoint
+from engine.loader.random_weights import RANDOM_PREFIX, RandomCheckpoint
 from engine.loader.safetensors import SafetensorsCheckpoint
 from engine.loader.sources import find_model
 from engine.models.base import Model
@@ -63,7 +64,7 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     device, dtype = choose_device(config.device), _DTYPES[config.dtype]
     backend, ops = choose(device, config.numerics), row_ops(config.numerics, device)
     on_progress(0.0, "opening model files")
-    checkpoint = open_checkpoint(config.model, on_progress)
+    checkpoint = open_checkpoint(config.model, on_progress, device)
     try:
         max_model_len = _max_model_len(config.max_model_len, checkpoint)
         text, assets = _text_assets(checkpoint.text, config.chat_template)
@@ -103,8 +104,12 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def open_checkpoint(model: str, on_progress: OnProgress | None = None) -> Checkpoint:
-    """Open a model from any source; one that is not here yet is fetched."""
+def open_checkpoint(
+    model: str, on_progress: OnProgress | None = None, device: torch.device | None = None
+) -> Checkpoint:
+    """Open a model from any source; one that is not here yet is fetched. Random weights are made on `device`."""
+    if model.startswith(RANDOM_PREFIX):
+        return RandomCheckpoint(model.removeprefix(RANDOM_PREFIX), device or torch.device("cpu"))
     fetching = f"fetching {model}"
     told = on_progress or (lambda progress, message: None)
     found = find_model(model, lambda done, total: told(done / total, fetching))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from engine.attention.base import FusedAttention
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.loader.load import LoadedModel, choose_device, load_model
@@ -30,7 +31,11 @@ def build_engine(
     threads = _set_threads(config.threads)
     loaded = load_model(config, on_progress)
     num_blocks = _count_blocks(config, loaded)
-    cache = KVCache(loaded.kv_groups, num_blocks, config.block_size, loaded.dtype, loaded.device)
+    is_fused = isinstance(loaded.backend, FusedAttention)
+    cache = KVCache(
+        loaded.kv_groups, num_blocks, config.block_size, loaded.dtype, loaded.device, keeps_finite=not is_fused
+    )
+    on_cuda = loaded.device.type == "cuda"
     runner = TorchRunner(
         loaded.module,
         cache,
@@ -39,8 +44,10 @@ def build_engine(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
         device=loaded.device,
-        max_in_flight=config.in_flight_steps,
+        max_in_flight=config.in_flight_steps or (2 if on_cuda else 1),
+        graphs=on_cuda and is_fused,
     )
+    runner.warm_up(on_progress)
     info = _describe(config, loaded, num_blocks, threads)
     return info, runner, num_blocks, loaded.assets
 
