@@ -53,7 +53,7 @@ def _copy_tb_s() -> float:
 
 def _matmul_tflop_s() -> float:
     a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
-    return float(2 * 8192**3 / _median_s(lambda: torch.mm(a, b)) / 1e12)
+    return 2.0 * 8192**3 / _median_s(lambda: torch.mm(a, b)) / 1e12
 
 
 def _matrices(config: LlamaConfig) -> list[torch.Tensor]:
@@ -87,7 +87,7 @@ def _products_ms(weights: Sequence[torch.Tensor], rows: int) -> float:
 
 def _median_s(call: Callable[[], object]) -> float:
     """Return the median of ten calls by device events, after three that warm up."""
-    times = []
+    times: list[float] = []
     for index in range(13):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
