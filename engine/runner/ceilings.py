@@ -38,7 +38,7 @@ def measure(shape: str | None, rows: Sequence[int]) -> Measured:
         times = {str(count): _products_ms(weights, count) for count in rows}
     return Measured(
         device=torch.cuda.get_device_name(),
-        torch_version=torch.__version__,
+        torch_version=str(torch.__version__),
         copy_tb_s=copy,
         matmul_tflop_s=product,
         products_ms=times,
