@@ -22,6 +22,7 @@ from engine.kernels.decode import HEADER_COLUMNS, decode_inputs, keep_tokens
 from engine.kernels.sampling import choose_tokens
 from engine.models.base import Model
 from engine.plan import Row
+from engine.runner.graph import GraphedStep
 from engine.runner.slots import SlotTables
 from engine.runner.staging import Staging
 from engine.sampler.sampler import Sampler
@@ -84,8 +85,8 @@ class _Inputs:
         self.query_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
 
-class _Step:
-    """One shape's step: a call computes it, captured or not. `logits` are of the last call, until any other's."""
+class _Step(GraphedStep):
+    """One shape's step."""
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class _Step:
         block_size: int,
         vocab_size: int,
     ) -> None:
+        super().__init__(self._run)
         self._model, self._caches, self._inputs, self._last_tokens = model, caches, inputs, last_tokens
         self._rows, self._block_size, self._vocab_size = rows, block_size, vocab_size
         header_ints = _HEADER_ROWS * rows
@@ -118,28 +120,8 @@ class _Step:
             )
             for group in range(groups)
         ]
-        self.logits: Tensor | None = None
-        self._replay: Callable[[], None] | None = None
 
-    def __call__(self) -> None:
-        if self._replay is not None:
-            self._replay()
-        else:
-            self._compute()
-
-    def capture(self, pool: object, stream: torch.cuda.Stream) -> None:
-        """Make a graph of this step. It has been computed once, so that nothing is compiled or set up inside."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool)  # type: ignore[arg-type]
-            self._compute()
-            graph.capture_end()
-        assert self.logits is not None
-        # An owner would keep the memory from the graphs that are captured later: they would not share it.
-        self.logits = _borrow(self.logits)
-        self._replay = graph.replay
-
-    def _compute(self) -> None:
+    def _run(self) -> Tensor:
         inputs, rows = self._inputs, self._rows
         for batch in self._batches:  # per group only write_index differs
             decode_inputs(
@@ -156,29 +138,10 @@ class _Step:
                 temperatures=inputs.temperatures[:rows],
             )
         hidden = self._model(inputs.token_ids[:rows], self._batches, self._caches)
-        self.logits = self._model.compute_logits(hidden)
-        token_ids, largest = choose_tokens(
-            self.logits, inputs.temperatures[:rows], inputs.keys[:rows], self._vocab_size
-        )
+        logits = self._model.compute_logits(hidden)
+        token_ids, largest = choose_tokens(logits, inputs.temperatures[:rows], inputs.keys[:rows], self._vocab_size)
         keep_tokens(inputs.kept[:rows], self._last_tokens, token_ids, largest, inputs.slots[:rows])
-
-
-class _Memory:
-    """Memory of the device that somebody else owns, as torch.as_tensor takes it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (tensor.nbytes,),
-            "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
-            "version": 3,
-        }
-
-
-def _borrow(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's twin on the same memory, without a share in its ownership."""
-    assert tensor.is_contiguous()
-    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
+        return logits
 
 
 class DecodeGraphs:
@@ -199,7 +162,7 @@ class DecodeGraphs:
         device: torch.device,
     ) -> None:
         self._slots, self._sampler, self._staging = slots, sampler, staging
-        self._pad_slot, self._block_size, self._device = max_slots, block_size, device
+        self._pad_slot, self._block_size = max_slots, block_size
         self._groups = len(slots.block_tables)
         self._row_buckets = row_buckets(max_slots)
         self._widths = table_widths(max_blocks, block_size)
@@ -232,22 +195,15 @@ class DecodeGraphs:
         """(rows, blocks) of each step, the largest first: smaller ones find their memory in the pool."""
         return list(self._steps)
 
-    @torch.inference_mode()
-    def capture(self, on_progress: Callable[[float, str], None]) -> None:
+    def capture(self, pool: object, stream: torch.cuda.Stream, on_progress: Callable[[float, str], None]) -> None:
         """Capture all shapes. Every row of theirs is padded, so nothing is read or written that a request has."""
-        if self._device.type != "cuda":
-            return
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
         nobody = DecodeRows(np.zeros(0, np.int64), np.zeros(0, np.int64))
         for done, (shape, step) in enumerate(self._steps.items()):
-            on_progress(done / len(self._steps), "capturing graphs")
+            on_progress(done / len(self._steps), "capturing decode steps")
             with torch.cuda.stream(stream):
                 self._send(nobody, *shape)
                 step()
             step.capture(pool, stream)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def match(self, rows: Sequence[Row]) -> DecodeRows | None:
         """Return the rows of a plan when all of them are decode rows of a captured shape. Of drafts and grammars the
@@ -272,7 +228,6 @@ class DecodeGraphs:
             return None
         self._send(rows, bucket, width)
         step()
-        assert step.logits is not None
         return self._inputs.kept[:count], step.logits[:count]
 
     def _send(self, rows: DecodeRows, bucket: int, width: int) -> None:

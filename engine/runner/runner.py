@@ -23,11 +23,12 @@ from engine.protocol import TokenLogprobs
 from engine.runner.kv_cache import KVCache
 from engine.runner.slots import SlotTables
 from engine.runner.staging import ReturnedTokens, Staging, TokenReturns
-from engine.runner.step_batch import StepBatch, build_step_batch
+from engine.runner.step_batch import PackedRows, StepBatch, build_step_batch, pack_rows
 from engine.sampler.sampler import NOT_FINITE, Sampled, Sampler
 
 if TYPE_CHECKING:
     from engine.runner.decode_graphs import DecodeGraphs
+    from engine.runner.prompt_graphs import PromptGraphs
 
 PROMPT_LOGPROB_ROWS = 128
 """Logits of so many prompt positions exist at once: a row is as wide as the vocabulary."""
@@ -55,7 +56,8 @@ class _Launched:
 class TorchRunner:
     """`engine.plan.Runner` on a CPU or one CUDA device. On a CPU `launch` computes; results wait to be collected.
 
-    With `graphs` decode steps run as CUDA graphs; the model's back end has to be a fused one, and `warm_up` be called.
+    With `graphs` decode steps, and those with few prompt tokens, run as CUDA graphs; the model's back end has to be a
+    fused one, and `warm_up` be called.
     """
 
     def __init__(
@@ -86,11 +88,25 @@ class TorchRunner:
         self._fetch_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._fetch_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._graphs: DecodeGraphs | None = None
+        self._decode_graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
         if graphs:
             from engine.runner.decode_graphs import DecodeGraphs
+            from engine.runner.prompt_graphs import PromptGraphs
 
-            self._graphs = DecodeGraphs(
+            self._decode_graphs = DecodeGraphs(
+                model,
+                cache.layers,
+                self._slots,
+                self._sampler,
+                self._staging,
+                max_slots=max_slots,
+                max_blocks=max_blocks,
+                block_size=block_size,
+                vocab_size=vocab_size,
+                device=device,
+            )
+            self._prompt_graphs = PromptGraphs(
                 model,
                 cache.layers,
                 self._slots,
@@ -109,18 +125,24 @@ class TorchRunner:
 
     def warm_up(self, on_progress: Callable[[float, str], None]) -> None:
         """Do what the first steps would wait for: compile kernels and capture graphs. Nothing on a CPU."""
-        if self._graphs is not None and self._device.type == "cuda":
-            on_progress(0.0, "compiling kernels")
-            self._warm_up_prefill()
-            self._graphs.capture(on_progress)
-            on_progress(1.0, "capturing graphs")
+        if self._decode_graphs is None or self._prompt_graphs is None or self._device.type != "cuda":
+            return
+        on_progress(0.0, "compiling kernels")
+        self._warm_up_prefill()
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.inference_mode():
+            self._prompt_graphs.capture(pool, stream, on_progress)
+            self._decode_graphs.capture(pool, stream, on_progress)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
 
     @torch.inference_mode()
     def _warm_up_prefill(self) -> None:
         """Run a prompt that nobody has: the slot is free, so its KV goes to the null block."""
         tokens = min(WARM_UP_TOKENS, self._max_model_len)
-        row = Row(0, 0, tokens, True, (), (0,) * tokens)
-        batch = build_step_batch([row], self._slots, self._block_size, self._staging)
+        packed = pack_rows([Row(0, 0, tokens, True, (), (0,) * tokens)], self._slots, self._block_size)
+        batch = build_step_batch(packed, self._slots, self._block_size, self._staging)
         hidden = self._model(batch.token_ids, batch.groups, self._cache.layers)
         self._sampler.sample(self._model.compute_logits(hidden[-1:]), [0], [tokens])
 
@@ -137,17 +159,17 @@ class TorchRunner:
                 for group, blocks in self._slots.append_blocks(row):
                     self._cache.clear(group, blocks)
         launched = _Launched(plan, started_s, self._refused(plan.rows))
-        if not self._replay(launched):
+        if not self._replay_decode(launched):
             self._compute(launched)
         self._mark_end(launched)
         self._launched.append(launched)
 
-    def _replay(self, launched: _Launched) -> bool:
+    def _replay_decode(self, launched: _Launched) -> bool:
         """Run a step of decode rows as a graph; return False, with nothing done, when there is none for it."""
-        if self._graphs is None or launched.errors:
+        if self._decode_graphs is None or launched.errors:
             return False
-        decode = self._graphs.match(launched.plan.rows)
-        done = None if decode is None else self._graphs.launch(decode)
+        decode = self._decode_graphs.match(launched.plan.rows)
+        done = None if decode is None else self._decode_graphs.launch(decode)
         if decode is None or done is None:
             return False
         tokens, logits = done
@@ -159,13 +181,40 @@ class TorchRunner:
             self._choose(launched, logits, decode.slots.tolist(), new_positions.tolist())
         return True
 
+    def _replay_prompts(self, launched: _Launched, packed: PackedRows) -> bool:
+        """Run a step with few prompt tokens as a graph; return False, with nothing done, when there is none for it."""
+        rows = launched.plan.rows
+        if self._prompt_graphs is None or any(self._slots.wanted_prompt_logprobs(row) is not None for row in rows):
+            return False
+        done = self._prompt_graphs.launch(packed, rows)
+        if done is None:
+            return False
+        tokens, logits = done
+        launched.sampled_rows = [index for index, row in enumerate(rows) if row.sample]
+        if not launched.sampled_rows:
+            return True
+        slots = [rows[index].slot for index in launched.sampled_rows]
+        new_positions = packed.kv_lens[launched.sampled_rows].astype(np.int64)
+        suffices = self._sampler.kernel_suffices(np.array(slots, np.int64), new_positions)
+        if len(slots) < len(rows):
+            (sampled,) = self._staging.to_device(np.array(launched.sampled_rows, np.int64))
+            tokens, logits = tokens[sampled], logits if suffices else logits[sampled]
+        if suffices:
+            launched.tokens = self._returns.start(tokens)
+        else:
+            self._choose(launched, logits, slots, new_positions.tolist())
+        return True
+
     def _compute(self, launched: _Launched) -> None:
-        """Run any step, operator by operator."""
+        """Run any step, operator by operator unless there is a graph for it."""
         plan = launched.plan
         indices = [index for index in range(len(plan.rows)) if index not in launched.errors]
         if indices:
             rows = [plan.rows[index] for index in indices]
-            batch = build_step_batch(rows, self._slots, self._block_size, self._staging)
+            packed = pack_rows(rows, self._slots, self._block_size)
+            if not launched.errors and self._replay_prompts(launched, packed):
+                return
+            batch = build_step_batch(packed, self._slots, self._block_size, self._staging)
             hidden = self._model(batch.token_ids, batch.groups, self._cache.layers)
             if batch.writes_null:
                 self._cache.clear_null_block()

@@ -68,15 +68,15 @@ class Staging:
             for start, array in zip(starts, arrays, strict=True)
         ]
 
-    def fill(self, target: Tensor, array: NDArray[np.int32]) -> None:
-        """Copy int32 values to the beginning of `target`, int32 on the device."""
+    def fill(self, target: Tensor, values: NDArray[np.int32]) -> None:
+        """Copy int32 values to the beginning of `target`, int32 on the device. Both have one dimension."""
         if not self._on_cuda:
-            target[: array.size].copy_(torch.from_numpy(array.reshape(-1)))
+            target[: values.size].copy_(torch.from_numpy(values))
             return
         buffer = self._buffer()
-        pinned, host = buffer.take(array.nbytes)
-        host[: array.nbytes].view(np.int32)[...] = array.reshape(-1)
-        target[: array.size].copy_(pinned.view(torch.int32), non_blocking=True)
+        pinned, host = buffer.take(values.nbytes)
+        host[: values.nbytes].view(np.int32)[...] = values
+        target[: values.size].copy_(pinned.view(torch.int32), non_blocking=True)
         buffer.sent()
 
     def _buffer(self) -> _Buffer:

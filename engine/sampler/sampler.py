@@ -137,6 +137,9 @@ class Sampler:
         low, high = self._seed_words[:, slots]
         return low, high, self._kernel_temperature[slots]
 
+    def seeds(self, slots: NDArray[np.int64]) -> list[int]:
+        return [self._seed[slot] for slot in slots.tolist()]
+
     def kernel_suffices(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
         """Tell whether the kernel alone serves the new tokens at `positions` of these slots."""
         if self._needs_more[slots].any():
@@ -212,8 +215,7 @@ class Sampler:
         """Return the tokens of greedy and plain rows, the argmax of all others, and each row's largest logit."""
         from engine.kernels.sampling import choose_tokens
 
-        seeds = [self._seed[slot] for slot in slots.tolist()]
-        keys = noise_keys(seeds, positions, Purpose.TARGET).numpy()
+        keys = noise_keys(self.seeds(slots), positions, Purpose.TARGET).numpy()
         temperatures, keys_there = self._send(self._kernel_temperature[slots], keys)
         return choose_tokens(logits, temperatures, keys_there, self._vocab_size)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -88,11 +90,17 @@ def test_tokens_are_those_of_the_cpus_operators(
     expected = continuations(PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8), 6)
     driver = PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8)
     driver.runner = device_runner(driver, reference, device)
-    replayed = []
-    replay = TorchRunner._replay
-    monkeypatch.setattr(TorchRunner, "_replay", lambda self, step: replayed.append(replay(self, step)) or replayed[-1])
+    replayed: list[tuple[str, bool]] = []
+    for name in ("_replay_decode", "_replay_prompts"):
+        replay = getattr(TorchRunner, name)
+
+        def noted(*args: object, replay: Callable[..., bool] = replay, name: str = name) -> bool:
+            replayed.append((name, replay(*args)))
+            return replayed[-1][1]
+
+        monkeypatch.setattr(TorchRunner, name, noted)
     assert continuations(driver, 6) == expected
-    assert replayed == [False] + [True] * 6
+    assert replayed == [("_replay_decode", False), ("_replay_prompts", True), *[("_replay_decode", True)] * 6]
     assert len({tuple(tokens[-6:]) for tokens in expected}) == 4
 
 
@@ -185,7 +193,7 @@ def test_buckets_cover_every_batch_and_table() -> None:
 )
 def test_other_rows_than_decode_rows_have_no_graph(device: torch.device, reference: LoadedModel, other: Row) -> None:
     driver = PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8)
-    graphs = device_runner(driver, reference, device)._graphs
+    graphs = device_runner(driver, reference, device)._decode_graphs
     assert graphs is not None
     assert graphs.match([Row(0, 3, 1, True, (()))]) is not None
     assert graphs.match([Row(0, 3, 1, True, (())), other]) is None
