@@ -89,6 +89,7 @@ class RemoteDriver:
             self._close()
             raise
         self.ready_s = time.perf_counter() - begin_s
+        _settle()
         return self
 
     def __exit__(
@@ -148,6 +149,7 @@ class RemoteDriver:
                 self._process.wait()
         self._loop.close()
         self._directory.cleanup()
+        gc.unfreeze()
 
     async def _close_engine(self) -> None:
         if self._engine is not None:
@@ -172,8 +174,7 @@ class LocalDriver:
         self.info, runner, num_blocks, _ = build_engine(self._config, lambda fraction, phase: None)
         self._runner = runner
         self._core = EngineCore(self.info, self._config, runner, num_blocks)
-        gc.collect()
-        gc.freeze()  # as the engine's process does
+        _settle()
         self.ready_s = time.perf_counter() - begin_s
         return self
 
@@ -183,6 +184,7 @@ class LocalDriver:
         if self._runner is not None:
             self._runner.close()
         self._core = self._runner = None
+        gc.unfreeze()
 
     def run(self, requests: Sequence[GenerateRequest]) -> Timeline:
         core = self._core
@@ -204,6 +206,12 @@ class LocalDriver:
                 if output.error is not None:
                     raise EngineError(output.error)
         return Timeline(begin_s, time.perf_counter(), list(arrivals.values()), _steps(before, core.load()))
+
+
+def _settle() -> None:
+    """As the engine's process does: a full collection of what is loaded takes longer than a step of a large batch."""
+    gc.collect()
+    gc.freeze()
 
 
 def _steps(before: EngineLoad, after: EngineLoad) -> int:

@@ -343,4 +343,18 @@ def test_load_counts_what_happens() -> None:
     assert load.steps_total == world.core.scheduler.next_step
 
 
+@pytest.mark.parametrize(("configured", "runners", "expected"), [(None, 2, 2), (None, 1, 1), (1, 2, 1), (4, 2, 2)])
+def test_steps_in_flight_are_the_runners_unless_the_configuration_says_less(
+    configured: int | None, runners: int, expected: int
+) -> None:
+    world = World(in_flight=runners, max_late=50)
+    core = EngineCore(world.info, EngineConfig(in_flight_steps=configured), world.runner, (65,))
+    core.submit(make_request(seed=1, max_tokens=30))
+    most = 0
+    for _ in range(12):
+        core.step()  # waits for a result once as many are in flight as may be
+        most = max(most, len(core.scheduler.ledger) + 1)
+    assert most == expected
+
+
 # ---- the KV port
