@@ -23,11 +23,16 @@ MAX_HEAD_SLOTS = 1 << 16
 """Rows times KV heads of one launch: a counter each, allocated once so that a captured graph may keep its address."""
 
 
+FEW_PROGRAMS = 128
+"""About one for each multiprocessor of a large GPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class TritonTiles:
     """Shapes of the two kernels. `fold_splits`: prefill folds the KV at the same borders as the split kernel does.
 
-    `kv_buffers` is how many KV tiles are on their way at once, as far as they fit in shared memory.
+    `kv_buffers` is how many KV tiles are on their way at once, as far as they fit in shared memory. `split_tokens` is a
+    multiple of 2 * kv_tile.
     """
 
     split_rows: int
@@ -178,6 +183,13 @@ class _Call:
             self.query.device, rows * row_bytes + tile_bytes, tile_bytes, self.tiles.kv_buffers
         )
 
+    def _split_tokens(self, head_slots: int, table_tokens: int) -> int:
+        """Return the split's size. A handful of rows is cut finer, or most of the device would have nothing to do;
+        not where results may not depend on the batch."""
+        tiles = self.tiles
+        few = head_slots * -(-table_tokens // tiles.split_tokens) <= FEW_PROGRAMS
+        return tiles.split_tokens // 2 if few and not tiles.fold_splits else tiles.split_tokens
+
     def launch_split(self, packed_rows: int, counters: Tensor) -> None:
         batch, tiles, kv_heads = self.batch, self.tiles, self.k_cache.shape[1]
         rows, blocks = batch.block_tables.shape
@@ -185,7 +197,8 @@ class _Call:
         tile_rows = max(tiles.split_rows, _power_of_two(self.group))
         if rows * kv_heads > MAX_HEAD_SLOTS:
             raise ValueError(f"{rows} rows of {kv_heads} KV heads are more than {MAX_HEAD_SLOTS} in one launch")
-        splits = -(-blocks * batch.block_size // tiles.split_tokens)
+        split_tokens = self._split_tokens(rows * kv_heads, blocks * batch.block_size)
+        splits = -(-blocks * batch.block_size // split_tokens)
         partials = (rows, kv_heads, splits, packed_rows)
         split_attention_kernel[(splits, kv_heads, rows)](
             self.out,
@@ -211,7 +224,7 @@ class _Call:
             BLOCK_SIZE=batch.block_size,
             ROWS=tile_rows,
             KV_TILE=tiles.kv_tile,
-            SPLIT_TOKENS=tiles.split_tokens,
+            SPLIT_TOKENS=split_tokens,
             WINDOW=self.window,
             num_warps=tiles.split_warps,
             num_stages=self._stages(tile_rows),
