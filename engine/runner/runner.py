@@ -40,7 +40,7 @@ WARM_UP_TOKENS = 64
 @dataclass(slots=True)
 class _Launched:
     """A step whose results have not been collected. `sampled_rows` are plan rows, in the order of `tokens`, which are
-    -1 where a row's logits were not finite. `sampled` is None when nobody asked for more than tokens."""
+    -1 where a row had none to choose. `sampled` is None when a graph alone has made the choice."""
 
     plan: StepPlan
     started_s: float
@@ -275,7 +275,7 @@ class TorchRunner:
         (to,) = self._staging.to_device(np.array(slots, np.int64))
         self._slots.last_tokens[to] = sampled.token_ids
         launched.tokens = self._returns.start(sampled.kept())
-        launched.sampled = None if sampled.logprobs is None else sampled
+        launched.sampled = sampled
 
     def _mark_end(self, launched: _Launched) -> None:
         if self._fetch_stream is None:
@@ -294,7 +294,10 @@ class TorchRunner:
         if compute_s is None:
             compute_s = time.perf_counter() - launched.started_s
         if len(tokens) == len(rows) and values is None and not launched.prompt_logprobs:
-            results = tuple(_token_result(row.slot, token) for row, token in zip(rows, tokens, strict=True))
+            results = tuple(
+                RowResult(row.slot, (token,)) if token >= 0 else _failed(launched, row.slot, place)
+                for place, (row, token) in enumerate(zip(rows, tokens, strict=True))
+            )
             return StepResult(launched.plan.step, results, compute_s)
         place_of = {index: place for place, index in enumerate(launched.sampled_rows)}
         general = []
@@ -303,16 +306,18 @@ class TorchRunner:
             if (error := launched.errors.get(index)) is not None:
                 general.append(RowResult(row.slot, error=error))
                 continue
-            result = RowResult(row.slot) if place is None else _token_result(row.slot, tokens[place])
-            if result.error is None:
-                logprobs = None if place is None or values is None else values[place]
-                result = RowResult(
+            if place is not None and tokens[place] < 0:
+                general.append(_failed(launched, row.slot, place))
+                continue
+            logprobs = None if place is None or values is None else values[place]
+            general.append(
+                RowResult(
                     row.slot,
-                    token_ids=result.token_ids,
+                    token_ids=() if place is None else (tokens[place],),
                     logprobs=None if logprobs is None else (logprobs,),
                     prompt_logprobs=launched.prompt_logprobs.get(index),
                 )
-            general.append(result)
+            )
         return StepResult(launched.plan.step, tuple(general), compute_s)
 
     def _fetch(self, launched: _Launched) -> tuple[list[int], list[TokenLogprobs | None] | None]:
@@ -323,7 +328,7 @@ class TorchRunner:
             return [], None
         tokens = launched.tokens.list()
         self._returns.end(launched.tokens)
-        if launched.sampled is None:
+        if launched.sampled is None or launched.sampled.logprobs is None:
             return tokens, None
         if self._fetch_stream is None:
             return tokens, launched.sampled.values()
@@ -331,5 +336,6 @@ class TorchRunner:
             return tokens, launched.sampled.values()
 
 
-def _token_result(slot: int, token: int) -> RowResult:
-    return RowResult(slot, (token,)) if token >= 0 else RowResult(slot, error=NOT_FINITE)
+def _failed(launched: _Launched, slot: int, place: int) -> RowResult:
+    """A row that had no token to choose; `place` is its own among the sampling rows."""
+    return RowResult(slot, error=NOT_FINITE if launched.sampled is None else launched.sampled.error(place))

@@ -125,11 +125,10 @@ class Sampler:
         self._free_position[slot] = new_slot.prompt_len + sampling.min_tokens
         self._end_ids[slot] = tuple(token for token in new_slot.end_ids if 0 <= token < self._vocab_size)
         self._logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
-        self._edits.set_slot(new_slot)
+        edited = self._edits.set_slot(new_slot)
         beyond_kernel = not greedy and (self._top_k[slot] > 0 or sampling.top_p < 1.0 or sampling.min_p > 0)
         self._kernel_temperature[slot] = 0.0 if greedy or beyond_kernel else sampling.temperature
         self._seed_words[:, slot] = np.array([self._seed[slot] % 2**64], dtype=np.uint64).view(np.int32)
-        edited = bool(self._edits.wanted(np.array([slot]))[0])
         self._needs_more[slot] = beyond_kernel or edited or self._logprobs[slot] >= 0
 
     def kernel_rows(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.core import EngineCore
 from engine.errors import DrainingError, PressureError, PromptTooLongError, RequestError
 from engine.protocol import CachedTokens
 from engine.request import Request
