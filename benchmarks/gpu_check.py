@@ -109,13 +109,13 @@ def make_core(
 
 
 def requests(vocab: int, logprobs: int | None) -> list[GenerateRequest]:
-    """Greedy, seeded, filtered; prompts of a few tokens up to several blocks."""
+    """Greedy, seeded, filtered, with a penalty; prompts of a few tokens up to several blocks."""
     rng = random.Random(0)
     samplings: list[dict[str, float]] = [
         {"temperature": 0.0},
         {"temperature": 0.8, "seed": 11},
         {"temperature": 1.0, "top_p": 0.9, "seed": 12},
-        {"temperature": 0.7, "top_k": 40, "min_p": 0.01, "seed": 13},
+        {"temperature": 0.7, "top_k": 40, "min_p": 0.01, "seed": 13, "frequency_penalty": 0.4},
     ]
     plain = samplings[:2]
     made = []

@@ -26,7 +26,7 @@ SAMPLINGS = (
     SamplingParams(temperature=0.0, seed=0),
     SamplingParams(temperature=0.8, seed=2**63 + 5),
     SamplingParams(temperature=1.1, top_k=5, seed=7),
-    SamplingParams(temperature=0.7, min_p=0.05, seed=8, logprobs=2),
+    SamplingParams(temperature=0.7, min_p=0.05, seed=8, logprobs=2, frequency_penalty=0.5),
 )
 
 
