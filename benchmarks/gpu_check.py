@@ -69,9 +69,9 @@ def load(model: str, numerics: Numerics, device: str, dtype: str = "bfloat16") -
 def make_core(
     loaded: LoadedModel, numerics: Numerics, *, graphs: bool, in_flight: int, step_tokens: int, cache: bool = False
 ) -> EngineCore:
-    blocks = KVCache(
-        loaded.kv_groups, NUM_BLOCKS, BLOCK_SIZE, loaded.dtype, loaded.device, keeps_finite=loaded.device.type == "cpu"
-    )
+    num_blocks = (NUM_BLOCKS,) * len(loaded.kv_groups)
+    on_cpu = loaded.device.type == "cpu"
+    blocks = KVCache(loaded.kv_groups, num_blocks, BLOCK_SIZE, loaded.dtype, loaded.device, keeps_finite=on_cpu)
     runner = GuardedRunner(
         loaded.module,
         blocks,
@@ -103,7 +103,7 @@ def make_core(
         text=loaded.text,
     )
     config = EngineConfig(max_step_tokens=step_tokens, in_flight_steps=in_flight, prefix_cache=cache)
-    core = EngineCore(info, config, runner, [NUM_BLOCKS] * len(loaded.kv_groups))
+    core = EngineCore(info, config, runner, num_blocks)
     core.check_runner = runner  # type: ignore[attr-defined]
     return core
 

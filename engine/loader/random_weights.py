@@ -1,7 +1,7 @@
 """Models of published shapes with random weights, for measuring speed without files: "random:llama-3.1-8b".
 
 Weights are normal and scaled so that activations keep their size; they are made on the device that runs them. Such a
-model speaks token ids alone: it has no text. Qwen3's shape is without its norms of query and key, which no Llama has.
+model speaks token ids alone: it has no text. Qwen3's shape is without its norms of query and key.
 """
 
 from __future__ import annotations
