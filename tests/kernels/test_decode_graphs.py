@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from engine.protocol import SamplingParams
 from engine.runner.decode_graphs import MAX_ROWS, row_buckets, table_widths
 from engine.runner.runner import TorchRunner
 from engine.sampler.noise import Purpose, noise_keys
+from tests.support.decoders import write_decoder
 from tests.support.loading import load
 from tests.support.tiny_models import write_tiny_llama
 
@@ -86,9 +88,11 @@ def continuations(driver: PlanDriver, steps: int) -> list[list[int]]:
     return [sequence.tokens for sequence in sequences]
 
 
+@pytest.mark.parametrize("decoder", ["llama3 rope", "qwen3, biases, mixed"])
 def test_tokens_are_those_of_the_cpus_operators(
-    device: torch.device, reference: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, decoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reference = load(write_decoder(tmp_path, decoder))
     expected = continuations(PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8), 4)
     driver = PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8)
     driver.runner = device_runner(driver, reference, device)
