@@ -17,7 +17,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `model` is a directory, a GGUF file, a packaged model's name or a hub's org/name. `kv_cache_memory_bytes` bounds the
     device's KV pool. `max_step_tokens` is the token budget of one step, `max_running` the number of slots,
-    `max_waiting` the bound of the queue. `in_flight_steps` 1 is the synchronous loop.
+    `max_waiting` the bound of the queue. `in_flight_steps` 1 is the synchronous loop, 2 schedules a step while the one
+    before it runs; None is 2 on a GPU and 1 on a CPU.
     """
 
     model: str = "smollm2"
@@ -31,7 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 64
     max_waiting: int = 4096
     max_step_tokens: int = 1024
-    in_flight_steps: int = 1
+    in_flight_steps: int | None = None
     prefix_cache: bool = True
     threads: int | None = None
     chat_template: str | None = None

@@ -57,7 +57,7 @@ class EngineCore:
             raise ConfigError("a KV port needs the prefix cache", hint="leave prefix_cache on")
         self.info = info
         self._runner = runner
-        self._max_in_flight = max(1, min(runner.max_in_flight, config.in_flight_steps))
+        self._max_in_flight = max(1, min(runner.max_in_flight, config.in_flight_steps or runner.max_in_flight))
         self._max_running = info.max_running
         self._max_waiting = config.max_waiting
         self._clock = clock

@@ -7,6 +7,7 @@ HTTP or JSON. Exit codes: 0 stopped by SIGTERM, 2 the model or a setting is wron
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import time
@@ -80,6 +81,9 @@ def run(spec: CoreSpec, load: Load) -> int:
     host = WireHost(spec.address)
     try:
         engine = load(spec.config, lambda progress, message: _tell_progress(host, progress, message))
+        # What loading has left is here to stay: a full collection would walk through all of it, between two tokens.
+        gc.collect()
+        gc.freeze()
         host.serve(engine.core, engine.info, engine.assets)
         _serve(host, engine.core, spec.drain_timeout_s)
         return 0

@@ -8,7 +8,7 @@ makes no difference to what is read.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -56,6 +56,33 @@ class AttentionBackend(Protocol):
         window_tokens: int | None = None,
     ) -> Tensor:
         """Return [tokens, heads, head_dim] for query [tokens, heads, head_dim]; heads is a multiple of kv_heads."""
+        ...
+
+
+@runtime_checkable
+class FusedAttention(AttentionBackend, Protocol):
+    """A back end for GPUs: it rotates and writes in one pass, and its batches may stay at their place in memory while
+    their contents change, so a captured CUDA graph can be replayed.
+
+    It never lets a slot that no token has written touch a result, so such slots may hold anything.
+    """
+
+    def rotate_and_write_kv(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Norm (if weights are given) and rotate query and key of qkv [tokens, heads + 2 * kv_heads, head_dim] by the
+        tables of `RotaryTables`, store key and value at `batch.write_index`, and return the query
+        [tokens, heads, head_dim]."""
         ...
 
 

@@ -16,17 +16,23 @@ from torch import Tensor
 from engine.attention.base import AttentionBatch
 from engine.kernels.attention import prefill_attention_kernel, split_attention_kernel
 from engine.kernels.kv import write_kv
+from engine.kernels.rope import rotate_and_write_kv
 from engine.kernels.shared_memory import buffers_that_fit
 
 MAX_HEAD_SLOTS = 1 << 16
 """Rows times KV heads of one launch: a counter each, allocated once so that a captured graph may keep its address."""
 
 
+FEW_PROGRAMS = 128
+"""About one for each multiprocessor of a large GPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class TritonTiles:
     """Shapes of the two kernels. `fold_splits`: prefill folds the KV at the same borders as the split kernel does.
 
-    `kv_buffers` is how many KV tiles are on their way at once, as far as they fit in shared memory.
+    `kv_buffers` is how many KV tiles are on their way at once, as far as they fit in shared memory. `split_tokens` is a
+    multiple of 2 * kv_tile.
     """
 
     split_rows: int
@@ -69,9 +75,36 @@ class TritonAttention:
         self.name = name
         self._tiles = tiles
         self._arrivals: dict[torch.device, Tensor] = {}
+        self._shaped: tuple[AttentionBatch, int, _RowLengths] | None = None
 
     def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
         write_kv(key, value, k_cache, v_cache, batch.write_index, batch.block_size)
+
+    def rotate_and_write_kv(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        return rotate_and_write_kv(
+            qkv,
+            batch.positions,
+            cos,
+            sin,
+            k_cache,
+            v_cache,
+            batch.write_index,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+        )
 
     def attend(
         self,
@@ -87,16 +120,23 @@ class TritonAttention:
         group = heads // k_cache.shape[1]
         tiles = self._tiles
         short_tokens = max(tiles.split_rows, _power_of_two(group)) // group
-        longest = max(batch.host_query_lens)
-        shortest = min(batch.host_query_lens)
+        lengths = self._row_lengths(batch, short_tokens)
         out = query.new_empty(query.shape)
         call = _Call(out, query, k_cache, v_cache, batch, group, scale * math.log2(math.e), window_tokens or 0, tiles)
-        if shortest <= short_tokens:
-            short_longest = max(count for count in batch.host_query_lens if count <= short_tokens)
-            call.launch_split(short_longest * group, self._counters(query.device))
-        if longest > short_tokens:
+        if lengths.longest_short:
+            call.launch_split(lengths.longest_short * group, self._counters(query.device))
+        if lengths.has_long:
             call.launch_prefill(short_tokens)
         return out
+
+    def _row_lengths(self, batch: AttentionBatch, short_tokens: int) -> _RowLengths:
+        """Looked at once per step: all layers of a KV group share the batch object."""
+        kept = self._shaped
+        if kept is None or kept[0] is not batch or kept[1] != short_tokens:
+            lens = batch.host_query_lens
+            longest_short = max((count for count in lens if count <= short_tokens), default=0)
+            self._shaped = kept = (batch, short_tokens, _RowLengths(longest_short, max(lens) > short_tokens))
+        return kept[2]
 
     def _counters(self, device: torch.device) -> Tensor:
         counters = self._arrivals.get(device)
@@ -104,6 +144,14 @@ class TritonAttention:
             counters = torch.zeros(MAX_HEAD_SLOTS, dtype=torch.int32, device=device)
             self._arrivals[device] = counters
         return counters
+
+
+@dataclass(frozen=True, slots=True)
+class _RowLengths:
+    """Query tokens of the longest row for the split kernel, 0 without one; whether a row is for the other."""
+
+    longest_short: int
+    has_long: bool
 
 
 def _power_of_two(count: int) -> int:
@@ -135,6 +183,13 @@ class _Call:
             self.query.device, rows * row_bytes + tile_bytes, tile_bytes, self.tiles.kv_buffers
         )
 
+    def _split_tokens(self, head_slots: int, table_tokens: int) -> int:
+        """Return the split's size. A handful of rows is cut finer, or most of the device would have nothing to do;
+        not where results may not depend on the batch."""
+        tiles = self.tiles
+        few = head_slots * -(-table_tokens // tiles.split_tokens) <= FEW_PROGRAMS
+        return tiles.split_tokens // 2 if few and not tiles.fold_splits else tiles.split_tokens
+
     def launch_split(self, packed_rows: int, counters: Tensor) -> None:
         batch, tiles, kv_heads = self.batch, self.tiles, self.k_cache.shape[1]
         rows, blocks = batch.block_tables.shape
@@ -142,7 +197,8 @@ class _Call:
         tile_rows = max(tiles.split_rows, _power_of_two(self.group))
         if rows * kv_heads > MAX_HEAD_SLOTS:
             raise ValueError(f"{rows} rows of {kv_heads} KV heads are more than {MAX_HEAD_SLOTS} in one launch")
-        splits = -(-blocks * batch.block_size // tiles.split_tokens)
+        split_tokens = self._split_tokens(rows * kv_heads, blocks * batch.block_size)
+        splits = -(-blocks * batch.block_size // split_tokens)
         partials = (rows, kv_heads, splits, packed_rows)
         split_attention_kernel[(splits, kv_heads, rows)](
             self.out,
@@ -168,7 +224,7 @@ class _Call:
             BLOCK_SIZE=batch.block_size,
             ROWS=tile_rows,
             KV_TILE=tiles.kv_tile,
-            SPLIT_TOKENS=tiles.split_tokens,
+            SPLIT_TOKENS=split_tokens,
             WINDOW=self.window,
             num_warps=tiles.split_warps,
             num_stages=self._stages(tile_rows),

@@ -15,7 +15,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.eps = eps
-        self._rms_norm = ops.rms_norm
+        self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         return self._rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add x to `residual` in place and return the norm of the sum."""
+        return self._add_rms_norm(x, residual, self.weight, self.eps)

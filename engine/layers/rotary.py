@@ -92,7 +92,10 @@ def _yarn_frequencies(frequencies: Tensor, theta: float, scaling: YarnScaling) -
 
 
 class RotaryTables:
-    """cos and sin of all positions up to the model's length, laid out so that a rotation is two products and a sum."""
+    """cos and sin of all positions up to the model's length, laid out so that a rotation is two products and a sum.
+
+    Both are float32 [positions, head_dim]; the sine's first half is negated.
+    """
 
     def __init__(self, head_dim: int, max_positions: int, rope: RopeSettings, device: torch.device) -> None:
         angles = torch.outer(torch.arange(max_positions).float(), inverse_frequencies(head_dim, rope))
@@ -100,12 +103,12 @@ class RotaryTables:
         if isinstance(rope.scaling, YarnScaling):
             cos, sin = cos * rope.scaling.attention_factor, sin * rope.scaling.attention_factor
         self._half = head_dim // 2
-        self._cos = torch.cat((cos, cos), dim=-1).to(device)
-        self._sin = torch.cat((-sin, sin), dim=-1).to(device)
+        self.cos = torch.cat((cos, cos), dim=-1).to(device)
+        self.sin = torch.cat((-sin, sin), dim=-1).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and signed sin, each float32 [tokens, 1, head_dim]."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [tokens, heads, head_dim]; the product is taken in float32 and rounded once."""

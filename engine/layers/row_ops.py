@@ -2,8 +2,9 @@
 
 Row-independent means that a token's result does not depend on which tokens, or how many, share the step. Libraries
 choose another kernel by the number of rows, and vectorised loops treat the tail of a buffer differently, so the
-invariant set gives every call the same shape (tiles of `TILE_ROWS` rows) and uses only operators without such tails.
-Which set holds on a machine is not taken on trust: `check_row_independence` runs at start-up.
+CPU's invariant set gives every call the same shape (tiles of `TILE_ROWS` rows) and uses only operators without such
+tails; on a GPU both sets are this package's kernels. Which set holds on a machine is not taken on trust:
+`check_row_independence` runs at start-up.
 """
 
 from __future__ import annotations
@@ -24,30 +25,49 @@ TILE_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class RowOps:
-    """linear(x, weight, bias), silu_and_mul([gate | up]) and rms_norm(x, weight, eps), each over the last dimension."""
+    """linear(x, weight, bias), silu_and_mul([gate | up]) and rms_norm(x, weight, eps), each over the last dimension.
+
+    add_rms_norm(x, residual, weight, eps) adds x to `residual` in place and returns the norm of the sum.
+    """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 def row_ops(numerics: Numerics, device: torch.device) -> RowOps:
     """Return the operators of a numerics mode; a mode that the device does not have is an error, never another mode."""
+    if device.type == "cuda":
+        return kernel_ops(numerics)
     if numerics == "default":
-        return RowOps(linear=F.linear, silu_and_mul=_silu_and_mul, rms_norm=_rms_norm)
+        return RowOps(F.linear, _silu_and_mul, _rms_norm, _add_rms_norm)
     if device.type != "cpu":
         raise ConfigError(
             f"numerics 'invariant' is not available on device '{device.type}'",
             hint="Use --device cpu, or --numerics default.",
         )
-    return RowOps(linear=_linear_in_tiles, silu_and_mul=_silu_and_mul_by_exp, rms_norm=_rms_norm)
+    return RowOps(_linear_in_tiles, _silu_and_mul_by_exp, _rms_norm, _add_rms_norm)
+
+
+def kernel_ops(numerics: Numerics) -> RowOps:
+    """Return the operators of a GPU. They need triton, as its attention back ends do."""
+    from engine.kernels.activation import silu_and_mul
+    from engine.kernels.linear import linear
+    from engine.kernels.norm import add_rms_norm, rms_norm
+
+    def library_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # Measured on an H200: the library's products are faster from a few rows on, ours for a single one.
+        return linear(x, weight, bias) if x.shape[0] == 1 else F.linear(x, weight, bias)
+
+    return RowOps(library_linear if numerics == "default" else linear, silu_and_mul, rms_norm, add_rms_norm)
 
 
 def check_row_independence(ops: RowOps, weights: Iterable[Tensor]) -> None:
     """Prove on this machine that `ops.linear` is row-independent for every distinct weight shape, or raise."""
     generator = torch.Generator().manual_seed(0)
     for weight in {tuple(weight.shape): weight for weight in weights}.values():
-        rows = torch.randn(TILE_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
+        rows = torch.randn(TILE_ROWS, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
         together = ops.linear(rows, weight, None)
         moved = ops.linear(rows.roll(5, dims=0), weight, None).roll(-5, dims=0)
         alone = ops.linear(rows[:1], weight, None)
@@ -73,6 +93,10 @@ def _silu_and_mul_by_exp(gate_up: Tensor) -> Tensor:
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _rms_norm(residual.add_(x), weight, eps)
 
 
 def _linear_in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

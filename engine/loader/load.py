@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.attention.base import AttentionBackend
 from engine.attention.registry import choose
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
@@ -21,6 +22,7 @@ from engine.loader.checkpoint import Checkpoint, TextFiles
 from engine.loader.files import open_regular, read_regular
 from engine.loader.gguf import MAGIC
 from engine.loader.gguf_checkpoint import GGUFCheckpoint
+from engine.loader.random_weights import RANDOM_PREFIX, RandomCheckpoint
 from engine.loader.safetensors import SafetensorsCheckpoint
 from engine.loader.sources import find_model
 from engine.models.base import Model
@@ -46,6 +48,7 @@ class LoadedModel:
     """A model ready to run. `assets` are the text files by hex SHA-256; `weights_digest` is over the stored bytes."""
 
     module: Model
+    backend: AttentionBackend
     kv_groups: tuple[KVGroupSpec, ...]
     eos_ids: tuple[int, ...]
     max_model_len: int
@@ -63,9 +66,9 @@ class LoadedModel:
 def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     """Load `config.model` onto `config.device`. Raises ModelError or ConfigError with one line for the user."""
     device, dtype = choose_device(config.device), _DTYPES[config.dtype]
-    ops, backend = row_ops(config.numerics, device), choose(device, config.numerics)
+    backend, ops = choose(device, config.numerics), row_ops(config.numerics, device)
     on_progress(0.0, "opening model files")
-    checkpoint = open_checkpoint(config.model, on_progress)
+    checkpoint = open_checkpoint(config.model, on_progress, device)
     try:
         max_model_len = _max_model_len(config.max_model_len, checkpoint)
         text, assets = _text_assets(checkpoint, config.chat_template)
@@ -86,6 +89,7 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
         check_row_independence(ops, [p for p in module.parameters() if p.dim() == 2])
     return LoadedModel(
         module=module,
+        backend=backend,
         kv_groups=module.kv_groups(),
         # An end token that the model has no logit for is never chosen.
         eos_ids=tuple(token for token in checkpoint.eos_ids if 0 <= token < checkpoint.config.vocab_size),
@@ -111,8 +115,12 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def open_checkpoint(model: str, on_progress: OnProgress | None = None) -> Checkpoint:
-    """Open a model from any source; one that is not here yet is fetched."""
+def open_checkpoint(
+    model: str, on_progress: OnProgress | None = None, device: torch.device | None = None
+) -> Checkpoint:
+    """Open a model from any source; one that is not here yet is fetched. Random weights are made on `device`."""
+    if model.startswith(RANDOM_PREFIX):
+        return RandomCheckpoint(model.removeprefix(RANDOM_PREFIX), device or torch.device("cpu"))
     fetching = f"fetching {model}"
     told = on_progress or (lambda progress, message: None)
     found = find_model(model, lambda done, total: told(done / total, fetching))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend, AttentionBatch
+from engine.attention.base import AttentionBackend, AttentionBatch, FusedAttention
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
 from engine.layers.rms_norm import RMSNorm
@@ -23,6 +23,9 @@ from engine.protocol import KVGroupSpec
 
 KVCache = tuple[Tensor, Tensor]
 """Keys and values of one layer (layout: engine/attention/base.py)."""
+
+Angles = tuple[Tensor, Tensor]
+"""cos and sin of a step's positions (`RotaryTables.at`)."""
 
 
 class LlamaAttention(nn.Module):
@@ -50,16 +53,31 @@ class LlamaAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.scale, self.window_tokens = head_dim**-0.5, window_tokens
         self.rotary, self.backend = rotary, backend
+        self._fused = backend if isinstance(backend, FusedAttention) else None
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], batch: AttentionBatch, cache: KVCache) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, batch: AttentionBatch, cache: KVCache) -> Tensor:
+        """`angles` may be None for a fused back end, which looks them up itself."""
         qkv = self.qkv(x).view(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
-        if self.query_norm is not None and self.key_norm is not None:
-            _norm_heads(qkv[:, : self.heads], self.query_norm)
-            _norm_heads(qkv[:, self.heads : self.heads + self.kv_heads], self.key_norm)
-        rotated = self.rotary.rotate(qkv[:, : self.heads + self.kv_heads], *angles)
-        query, key = rotated[:, : self.heads], rotated[:, self.heads :]
-        value = qkv[:, self.heads + self.kv_heads :]
-        self.backend.write_kv(key, value, *cache, batch)
+        query_norm, key_norm = self.query_norm, self.key_norm
+        if self._fused is not None:
+            query = self._fused.rotate_and_write_kv(
+                qkv,
+                self.rotary.cos,
+                self.rotary.sin,
+                *cache,
+                batch,
+                q_norm=None if query_norm is None else query_norm.weight,
+                k_norm=None if key_norm is None else key_norm.weight,
+                eps=0.0 if query_norm is None else query_norm.eps,
+            )
+        else:
+            assert angles is not None
+            if query_norm is not None and key_norm is not None:
+                _norm_heads(qkv[:, : self.heads], query_norm)
+                _norm_heads(qkv[:, self.heads : self.heads + self.kv_heads], key_norm)
+            rotated = self.rotary.rotate(qkv[:, : self.heads + self.kv_heads], *angles)
+            query, key = rotated[:, : self.heads], rotated[:, self.heads :]
+            self.backend.write_kv(key, qkv[:, self.heads + self.kv_heads :], *cache, batch)
         attended = self.backend.attend(query, *cache, batch, scale=self.scale, window_tokens=self.window_tokens)
         output: Tensor = self.output(attended.reshape(x.shape[0], -1))
         return output
@@ -95,9 +113,14 @@ class LlamaLayer(nn.Module):
         self.mlp_norm = RMSNorm(size, eps, ops=ops, dtype=dtype, device=device)
         self.mlp = GatedMLP(size, config.intermediate_size, bias=config.mlp_bias, ops=ops, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], batch: AttentionBatch, cache: KVCache) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), angles, batch, cache)
-        output: Tensor = x + self.mlp(self.mlp_norm(x))
+    def forward(
+        self, x: Tensor | None, residual: Tensor, angles: Angles | None, batch: AttentionBatch, cache: KVCache
+    ) -> Tensor:
+        """`x` is what the layer before has not added to `residual` yet; this layer returns the same of its own. So
+        each addition is one pass with the norm that follows it. `residual` changes in place."""
+        normed = self.attention_norm(residual) if x is None else self.attention_norm.of_sum(x, residual)
+        x = self.attention(normed, angles, batch, cache)
+        output: Tensor = self.mlp(self.mlp_norm.of_sum(x, residual))
         return output
 
     def named_parts(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -140,15 +163,17 @@ class Llama(nn.Module):
         if not config.tied_embeddings:
             self.head = nn.Parameter(torch.empty_like(embedding), requires_grad=False)
         self._linear = ops.linear
+        self._needs_angles = not isinstance(backend, FusedAttention)
 
     def forward(self, token_ids: Tensor, batches: Sequence[AttentionBatch], caches: Sequence[KVCache]) -> Tensor:
         """Return [tokens, hidden]. `batches` has one entry per KV group, `caches` one per layer; KV is written."""
-        angles = self.rotary.at(batches[0].positions)
-        x = F.embedding(token_ids, self.embedding)
+        angles = self.rotary.at(batches[0].positions) if self._needs_angles else None
+        residual = F.embedding(token_ids, self.embedding)
+        x: Tensor | None = None
         for layer, group, cache in zip(self.layers, self._group_of_layer, caches, strict=True):
-            x = layer(x, angles, batches[group], cache)
-        hidden: Tensor = self.norm(x)
-        return hidden
+            x = layer(x, residual, angles, batches[group], cache)
+        assert x is not None, "a model has layers"
+        return self.norm.of_sum(x, residual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, vocab] for rows of `forward`'s result."""

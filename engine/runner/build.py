@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from engine.attention.base import FusedAttention
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError, RequestError
 from engine.loader.load import LoadedModel, choose_device, load_model
@@ -32,8 +33,17 @@ def build_engine(
     threads = _set_threads(config.threads)
     loaded = load_model(config, on_progress)
     num_blocks = _count_blocks(config, loaded)
+    is_fused = isinstance(loaded.backend, FusedAttention)
+    on_cuda = loaded.device.type == "cuda"
     try:
-        cache = KVCache(loaded.kv_groups, num_blocks, config.block_size, loaded.dtype, loaded.device)
+        cache = KVCache(
+            loaded.kv_groups,
+            num_blocks,
+            config.block_size,
+            loaded.dtype,
+            loaded.device,
+            keeps_finite=not is_fused,
+        )
     except RuntimeError as error:  # torch's word for what cannot be allocated
         raise ConfigError(
             f"the KV cache of {max(num_blocks)} blocks cannot be allocated: {str(error).splitlines()[0]}",
@@ -47,8 +57,10 @@ def build_engine(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
         device=loaded.device,
-        max_in_flight=config.in_flight_steps,
+        max_in_flight=config.in_flight_steps or (2 if on_cuda else 1),
+        graphs=on_cuda and is_fused,
     )
+    runner.warm_up(on_progress)
     info = _describe(config, loaded, num_blocks, threads)
     _check_defaults(info)
     return info, runner, num_blocks, loaded.assets

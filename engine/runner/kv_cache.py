@@ -1,7 +1,8 @@
 """Memory of the KV cache: how many blocks fit, and the tensors themselves.
 
-Owns the promise that back ends rely on: what no request has written is finite. New blocks are cleared when they are
-handed out (a former owner may have left NaN), and the null block after every step that wrote to it.
+Owns the promise that back ends of plain torch operators rely on: what no request has written is finite. New blocks are
+cleared when they are handed out (a former owner may have left NaN), and the null block after every step that wrote to
+it. Fused back ends need no such promise, and then nothing is cleared.
 """
 
 from __future__ import annotations
@@ -118,7 +119,10 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        keeps_finite: bool = True,
     ) -> None:
+        self.keeps_finite = keeps_finite
         by_layer: dict[int, tuple[Tensor, Tensor]] = {}
         self._of_group: list[list[Tensor]] = []
         for group, count in zip(groups, num_blocks, strict=True):
@@ -132,6 +136,8 @@ class KVCache:
 
     def clear(self, group: int, blocks: Sequence[int]) -> None:
         """Zero blocks of a group that a request is about to write."""
+        if not self.keeps_finite:
+            return
         for tensor in self._of_group[group]:
             for block in blocks:
                 tensor[block].zero_()

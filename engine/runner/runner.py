@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,29 +22,43 @@ from engine.plan import Row, RowResult, StepPlan, StepResult
 from engine.protocol import TokenLogprobs
 from engine.runner.kv_cache import KVCache
 from engine.runner.slots import SlotTables
-from engine.runner.step_batch import StepBatch, build_step_batch
-from engine.sampler.sampler import Sampled, Sampler
+from engine.runner.staging import ReturnedTokens, Staging, TokenReturns
+from engine.runner.step_batch import PackedRows, StepBatch, build_step_batch, pack_rows
+from engine.sampler.sampler import NOT_FINITE, Sampled, Sampler
+
+if TYPE_CHECKING:
+    from engine.runner.decode_graphs import DecodeGraphs
+    from engine.runner.prompt_graphs import PromptGraphs
 
 PROMPT_LOGPROB_ROWS = 128
 """Logits of so many prompt positions exist at once: a row is as wide as the vocabulary."""
 
+WARM_UP_TOKENS = 64
+"""Enough for the kernels of long rows."""
+
 
 @dataclass(slots=True)
 class _Launched:
-    """A step whose results have not been collected. `sampled_rows` are plan rows, in the order of `sampled`."""
+    """A step whose results have not been collected. `sampled_rows` are plan rows, in the order of `tokens`, which are
+    -1 where a row had none to choose. `sampled` is None when a graph alone has made the choice."""
 
     plan: StepPlan
     started_s: float
     errors: dict[int, str]
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    sampled_rows: list[int] = field(default_factory=list)
+    sampled_rows: Sequence[int] = ()
+    tokens: ReturnedTokens | None = None
     sampled: Sampled | None = None
     done: torch.cuda.Event | None = None
     compute_s: float | None = None
 
 
 class TorchRunner:
-    """`engine.plan.Runner` on a CPU or one CUDA device. On a CPU `launch` computes; results wait to be collected."""
+    """`engine.plan.Runner` on a CPU or one CUDA device. On a CPU `launch` computes; results wait to be collected.
+
+    With `graphs` decode steps, and those with few prompt tokens, run as CUDA graphs; the model's back end has to be a
+    fused one, and `warm_up` be called.
+    """
 
     def __init__(
         self,
@@ -55,22 +71,80 @@ class TorchRunner:
         vocab_size: int,
         device: torch.device,
         max_in_flight: int = 1,
+        graphs: bool = False,
+        one_launch: bool | None = None,
     ) -> None:
         groups = len(model.kv_groups())
+        max_blocks = -(-max_model_len // block_size)
         self._model, self._cache = model, cache
-        self._slots = SlotTables(max_slots, -(-max_model_len // block_size), block_size, groups, device)
-        self._sampler = Sampler(max_slots, vocab_size, device)
+        self._staging = Staging(device)
+        self._returns = TokenReturns(max_slots, device)
+        self._slots = SlotTables(max_slots, max_blocks, block_size, groups, device)
+        self._sampler = Sampler(max_slots, vocab_size, device, send=self._staging.to_device, one_launch=one_launch)
         self._block_size, self._vocab_size, self._device = block_size, vocab_size, device
-        self._max_in_flight = max_in_flight
+        self._max_in_flight, self._max_model_len = max_in_flight, max_model_len
         self._launched: deque[_Launched] = deque()
         # Results are fetched on a stream of their own: on the main one they would queue behind the next step.
         self._fetch_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._fetch_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._decode_graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
+        if graphs:
+            from engine.runner.decode_graphs import DecodeGraphs
+            from engine.runner.prompt_graphs import PromptGraphs
+
+            self._decode_graphs = DecodeGraphs(
+                model,
+                cache.layers,
+                self._slots,
+                self._sampler,
+                self._staging,
+                max_slots=max_slots,
+                max_blocks=max_blocks,
+                block_size=block_size,
+                vocab_size=vocab_size,
+                device=device,
+            )
+            self._prompt_graphs = PromptGraphs(
+                model,
+                cache.layers,
+                self._slots,
+                self._sampler,
+                self._staging,
+                max_slots=max_slots,
+                max_blocks=max_blocks,
+                block_size=block_size,
+                vocab_size=vocab_size,
+                device=device,
+            )
 
     @property
     def max_in_flight(self) -> int:
         return self._max_in_flight
+
+    def warm_up(self, on_progress: Callable[[float, str], None]) -> None:
+        """Do what the first steps would wait for: compile kernels and capture graphs. Nothing on a CPU."""
+        if self._decode_graphs is None or self._prompt_graphs is None or self._device.type != "cuda":
+            return
+        on_progress(0.0, "compiling kernels")
+        self._warm_up_prefill()
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.inference_mode():
+            self._prompt_graphs.capture(pool, stream, on_progress)
+            self._decode_graphs.capture(pool, stream, on_progress)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+
+    @torch.inference_mode()
+    def _warm_up_prefill(self) -> None:
+        """Run a prompt that nobody has: the slot is free, so its KV goes to the null block."""
+        tokens = min(WARM_UP_TOKENS, self._max_model_len)
+        packed = pack_rows([Row(0, 0, tokens, True, (), (0,) * tokens)], self._slots, self._block_size)
+        batch = build_step_batch(packed, self._slots, self._block_size, self._staging)
+        hidden = self._model(batch.token_ids, batch.groups, self._cache.layers)
+        self._sampler.sample(self._model.compute_logits(hidden[-1:]), [0], [tokens])
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -81,20 +155,71 @@ class TorchRunner:
             self._slots.take(new_slot)
             self._sampler.set_slot(new_slot)
         for row in plan.rows:
-            for group, blocks in self._slots.append_blocks(row):
-                self._cache.clear(group, blocks)
+            if any(row.new_blocks):
+                for group, blocks in self._slots.append_blocks(row):
+                    self._cache.clear(group, blocks)
         launched = _Launched(plan, started_s, self._refused(plan.rows))
+        if not self._replay_decode(launched):
+            self._compute(launched)
+        self._mark_end(launched)
+        self._launched.append(launched)
+
+    def _replay_decode(self, launched: _Launched) -> bool:
+        """Run a step of decode rows as a graph; return False, with nothing done, when there is none for it."""
+        if self._decode_graphs is None or launched.errors:
+            return False
+        decode = self._decode_graphs.match(launched.plan.rows)
+        done = None if decode is None else self._decode_graphs.launch(decode)
+        if decode is None or done is None:
+            return False
+        tokens, logits = done
+        launched.sampled_rows = range(len(launched.plan.rows))
+        new_positions = decode.positions + 1
+        if self._sampler.kernel_suffices(decode.slots, new_positions):
+            launched.tokens = self._returns.start(tokens)
+        else:  # The graph's choice gives way to the one with filters, forbidden tokens or logprobs.
+            self._choose(launched, logits, decode.slots.tolist(), new_positions.tolist())
+        return True
+
+    def _replay_prompts(self, launched: _Launched, packed: PackedRows) -> bool:
+        """Run a step with few prompt tokens as a graph; return False, with nothing done, when there is none for it."""
+        rows = launched.plan.rows
+        if self._prompt_graphs is None or any(self._slots.wanted_prompt_logprobs(row) is not None for row in rows):
+            return False
+        done = self._prompt_graphs.launch(packed, rows)
+        if done is None:
+            return False
+        tokens, logits = done
+        launched.sampled_rows = [index for index, row in enumerate(rows) if row.sample]
+        if not launched.sampled_rows:
+            return True
+        slots = [rows[index].slot for index in launched.sampled_rows]
+        new_positions = packed.kv_lens[launched.sampled_rows].astype(np.int64)
+        suffices = self._sampler.kernel_suffices(np.array(slots, np.int64), new_positions)
+        if len(slots) < len(rows):
+            (sampled,) = self._staging.to_device(np.array(launched.sampled_rows, np.int64))
+            tokens, logits = tokens[sampled], logits if suffices else logits[sampled]
+        if suffices:
+            launched.tokens = self._returns.start(tokens)
+        else:
+            self._choose(launched, logits, slots, new_positions.tolist())
+        return True
+
+    def _compute(self, launched: _Launched) -> None:
+        """Run any step, operator by operator unless there is a graph for it."""
+        plan = launched.plan
         indices = [index for index in range(len(plan.rows)) if index not in launched.errors]
         if indices:
             rows = [plan.rows[index] for index in indices]
-            batch = build_step_batch(rows, self._slots, self._block_size, self._device)
+            packed = pack_rows(rows, self._slots, self._block_size)
+            if not launched.errors and self._replay_prompts(launched, packed):
+                return
+            batch = build_step_batch(packed, self._slots, self._block_size, self._staging)
             hidden = self._model(batch.token_ids, batch.groups, self._cache.layers)
             if batch.writes_null:
                 self._cache.clear_null_block()
             self._score_prompts(launched, indices, batch, hidden)
             self._sample(launched, indices, batch, hidden)
-        self._mark_end(launched)
-        self._launched.append(launched)
 
     @torch.inference_mode()
     def collect(self, *, block: bool) -> Sequence[StepResult]:
@@ -140,13 +265,17 @@ class TorchRunner:
         launched.sampled_rows = [index for _, index in picked]
         sampling = [rows[index] for index in launched.sampled_rows]
         if len(picked) < hidden.shape[0]:
-            last = batch.row_ends[[at for at, _ in picked]] - 1
-            hidden = hidden[torch.from_numpy(last).to(self._device, non_blocking=True)]
+            (last,) = self._staging.to_device(batch.row_ends[[at for at, _ in picked]] - 1)
+            hidden = hidden[last]
         logits = self._model.compute_logits(hidden)
-        slots = [row.slot for row in sampling]
-        launched.sampled = self._sampler.sample(logits, slots, [row.start + row.count for row in sampling])
-        to = torch.tensor(slots, dtype=torch.int64).to(self._device, non_blocking=True)
-        self._slots.last_tokens[to] = launched.sampled.token_ids
+        self._choose(launched, logits, [row.slot for row in sampling], [row.start + row.count for row in sampling])
+
+    def _choose(self, launched: _Launched, logits: Tensor, slots: list[int], positions: list[int]) -> None:
+        sampled = self._sampler.sample(logits, slots, positions)
+        (to,) = self._staging.to_device(np.array(slots, np.int64))
+        self._slots.last_tokens[to] = sampled.token_ids
+        launched.tokens = self._returns.start(sampled.kept())
+        launched.sampled = sampled
 
     def _mark_end(self, launched: _Launched) -> None:
         if self._fetch_stream is None:
@@ -159,38 +288,54 @@ class TorchRunner:
         return launched.done is None or bool(launched.done.query())  # type: ignore[no-untyped-call]
 
     def _finish(self, launched: _Launched) -> StepResult:
-        ids, logprobs, errors = self._fetch(launched)
-        rows = []
-        at = {index: place for place, index in enumerate(launched.sampled_rows)}
-        for index, row in enumerate(launched.plan.rows):
-            error, place = launched.errors.get(index), at.get(index)
-            if error is None and place is not None:
-                error = errors[place]
-            if error is not None:
-                rows.append(RowResult(row.slot, error=error))
-                continue
-            logprob = None if place is None else logprobs[place]
-            rows.append(
-                RowResult(
-                    row.slot,
-                    token_ids=() if place is None else (ids[place],),
-                    logprobs=None if logprob is None else (logprob,),
-                    prompt_logprobs=launched.prompt_logprobs.get(index),
-                )
-            )
+        tokens, values = self._fetch(launched)
+        rows = launched.plan.rows
         compute_s = launched.compute_s
         if compute_s is None:
             compute_s = time.perf_counter() - launched.started_s
-        return StepResult(launched.plan.step, tuple(rows), compute_s)
+        if len(tokens) == len(rows) and values is None and not launched.prompt_logprobs:
+            results = tuple(
+                RowResult(row.slot, (token,)) if token >= 0 else _failed(launched, row.slot, place)
+                for place, (row, token) in enumerate(zip(rows, tokens, strict=True))
+            )
+            return StepResult(launched.plan.step, results, compute_s)
+        place_of = {index: place for place, index in enumerate(launched.sampled_rows)}
+        general = []
+        for index, row in enumerate(rows):
+            place = place_of.get(index)
+            if (error := launched.errors.get(index)) is not None:
+                general.append(RowResult(row.slot, error=error))
+                continue
+            if place is not None and tokens[place] < 0:
+                general.append(_failed(launched, row.slot, place))
+                continue
+            logprobs = None if place is None or values is None else values[place]
+            general.append(
+                RowResult(
+                    row.slot,
+                    token_ids=() if place is None else (tokens[place],),
+                    logprobs=None if logprobs is None else (logprobs,),
+                    prompt_logprobs=launched.prompt_logprobs.get(index),
+                )
+            )
+        return StepResult(launched.plan.step, tuple(general), compute_s)
 
-    def _fetch(self, launched: _Launched) -> tuple[list[int], list[TokenLogprobs | None], list[str | None]]:
-        """Wait for the step and return what its sampling rows drew."""
-        if launched.sampled is None:
-            if launched.done is not None:
-                launched.done.synchronize()
-            return [], [], []
-        if self._fetch_stream is None or launched.done is None:
-            return launched.sampled.host()
+    def _fetch(self, launched: _Launched) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+        """Wait for the step and return what its sampling rows drew, and their logprobs if any row wanted some."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        if launched.tokens is None:
+            return [], None
+        tokens = launched.tokens.list()
+        self._returns.end(launched.tokens)
+        if launched.sampled is None or launched.sampled.logprobs is None:
+            return tokens, None
+        if self._fetch_stream is None:
+            return tokens, launched.sampled.values()
         with torch.cuda.stream(self._fetch_stream):
-            self._fetch_stream.wait_event(launched.done)
-            return launched.sampled.host()
+            return tokens, launched.sampled.values()
+
+
+def _failed(launched: _Launched, slot: int, place: int) -> RowResult:
+    """A row that had no token to choose; `place` is its own among the sampling rows."""
+    return RowResult(slot, error=NOT_FINITE if launched.sampled is None else launched.sampled.error(place))

@@ -12,12 +12,12 @@ class SlotTables:
     """Persistent over steps, so that a plan carries only what changed.
 
     `block_tables[group]` int32 [slots, blocks]; entries past a slot's length are the null block. `last_tokens` int64
-    [slots] stays on the device: a decode row needs no answer from the host.
+    [slots + 1] stays on the device: a decode row needs no answer from the host. The last is for padded rows.
     """
 
     def __init__(self, max_slots: int, max_blocks: int, block_size: int, groups: int, device: torch.device) -> None:
         self.block_tables = [np.zeros((max_slots, max_blocks), np.int32) for _ in range(groups)]
-        self.last_tokens = torch.zeros(max_slots, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_slots + 1, dtype=torch.int64, device=device)
         self._block_size = block_size
         self._lengths = np.zeros((max_slots, groups), np.int64)
         self._requests: list[NewSlot | None] = [None] * max_slots

@@ -22,7 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -43,12 +45,12 @@ _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], purpose: Purpose) -> Tensor:
     """Return int32 [rows, 2] on the CPU: the key of each row. Seeds count modulo 2^64, positions modulo 2^30."""
-    low = _words([seed & _WORD for seed in seeds])
-    high = _words([(seed >> 32) & _WORD for seed in seeds])
-    counter = _words([(position * 4 + purpose) & _WORD for position in positions])
-    first = mix(mix(mix(low ^ _signed(_LOW_SALT)) ^ high) ^ counter)
-    second = mix(mix(mix(high ^ _signed(_HIGH_SALT)) ^ low) ^ counter)
-    return torch.stack((first, second), dim=1)
+    low = np.array([seed & _WORD for seed in seeds], dtype=np.uint32)
+    high = np.array([(seed >> 32) & _WORD for seed in seeds], dtype=np.uint32)
+    counter = np.array([(position * 4 + purpose) & _WORD for position in positions], dtype=np.uint32)
+    first = _mix_words(_mix_words(_mix_words(low ^ np.uint32(_LOW_SALT)) ^ high) ^ counter)
+    second = _mix_words(_mix_words(_mix_words(high ^ np.uint32(_HIGH_SALT)) ^ low) ^ counter)
+    return torch.from_numpy(np.stack((first, second), axis=1).view(np.int32))
 
 
 def noise_words(keys: Tensor, token_ids: Tensor) -> Tensor:
@@ -121,8 +123,11 @@ def _to_negative_uniform(words: Tensor) -> Tensor:
     return words.add_(0.5).mul_(-(2.0**-31)).clamp_(min=-_LARGEST_BELOW_ONE)
 
 
-def _words(values: Sequence[int]) -> Tensor:
-    return torch.tensor([_signed(value) for value in values], dtype=torch.int32)
+def _mix_words(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """`mix` for a few words on the host: numpy starts an operator sooner than torch does."""
+    words = (words ^ (words >> np.uint32(16))) * np.uint32(0x21F0AAAD)
+    words = (words ^ (words >> np.uint32(15))) * np.uint32(0xD35A2D97)
+    return words ^ (words >> np.uint32(15))
 
 
 def _signed(word: int) -> int:

@@ -3,15 +3,17 @@
 A row's token depends on its logits, its slot's parameters, the position and, with penalties or bad words, on the slot's
 tokens so far. Rows are of three kinds, each paying only for itself: greedy (argmax), plain (temperature, perhaps min_p:
 argmax of logits / T + Gumbel noise over the whole vocabulary), and filtered (top_k or top_p: the same over the ranked
-head of the row). Rows whose logits are edited first (engine/sampler/edits.py) are copied and chosen apart.
+head of the row). Rows whose logits are edited first (engine/sampler/edits.py) are copied and chosen apart. On a GPU one
+kernel serves the greedy rows and the plain ones without min_p; which way a row goes depends on its parameters alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +30,11 @@ from engine.sampler.order import first_argmax, take_rows
 from engine.sampler.plain import PlainChoice
 from engine.sampler.rows import RowParams
 
-_NOT_FINITE = "the model's logits for this request are not finite numbers"
+NOT_FINITE = "the model's logits for this request are not finite numbers"
 _NOTHING_LEFT = "bad_words, allowed_token_ids and the other parameters of this request leave no token to choose"
+
+Send = Callable[..., Sequence[Tensor]]
+"""Numpy arrays to tensors on the device, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +51,53 @@ class Sampled:
     logprob_counts: tuple[int, ...] = ()
     edited_rows: tuple[int, ...] = ()
 
+    def kept(self) -> Tensor:
+        """Return the tokens with -1 in place of a failed row's: int64 [rows] on the device."""
+        return self.token_ids.masked_fill(self.failed, -1)
+
     def host(self) -> tuple[list[int], list[TokenLogprobs | None], list[str | None]]:
         """Return token ids, logprobs (None where not asked for) and errors. A row with an error has token id 0."""
         ids: list[int] = self.token_ids.tolist()
-        errors = [_NOT_FINITE if failed else None for failed in self.failed.tolist()]
-        for row in self.edited_rows:
-            errors[row] = None if errors[row] is None else _NOTHING_LEFT
-        logprobs: list[TokenLogprobs | None] = [None] * len(ids)
-        if self.logprobs is not None:
-            for row, values in zip(self.logprob_rows, self.logprobs.host(self.logprob_counts), strict=True):
-                logprobs[row] = values if errors[row] is None else None
+        errors = [self.error(row) if failed else None for row, failed in enumerate(self.failed.tolist())]
+        logprobs = [values if error is None else None for values, error in zip(self.values(), errors, strict=True)]
         return ids, logprobs, errors
+
+    def error(self, row: int) -> str:
+        """Say why a row failed."""
+        return _NOTHING_LEFT if row in self.edited_rows else NOT_FINITE
+
+    def values(self) -> list[TokenLogprobs | None]:
+        """Return the logprobs of each row, None where not asked for; they mean nothing for a failed row."""
+        values: list[TokenLogprobs | None] = [None] * len(self.token_ids)
+        if self.logprobs is not None:
+            for row, own in zip(self.logprob_rows, self.logprobs.host(self.logprob_counts), strict=True):
+                values[row] = own
+        return values
 
 
 class Sampler:
-    """Parameters of `max_slots` slots, kept on the host: a step sends the device the few numbers that its rows use."""
+    """Parameters of `max_slots` slots, kept on the host: a step sends the device the few numbers that its rows use.
 
-    def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
+    `one_launch` (None: on a GPU) uses the kernel; `send` is how numbers get to the device.
+    """
+
+    def __init__(
+        self,
+        max_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        send: Send | None = None,
+        one_launch: bool | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._send = send or self._send_each
+        self._one_launch = device.type == "cuda" if one_launch is None else one_launch
+        # What the kernel needs of a slot; a temperature of 0 is greedy.
+        self._kernel_temperature = np.zeros(max_slots, dtype=np.float32)
+        self._seed_words = np.zeros((2, max_slots), dtype=np.int32)
+        self._needs_more = np.zeros(max_slots, dtype=np.bool_)
         self._greedy = np.ones(max_slots, dtype=np.bool_)
         self._temperature = np.ones(max_slots, dtype=np.float32)
         self._top_p = np.ones(max_slots, dtype=np.float64)
@@ -92,7 +125,26 @@ class Sampler:
         self._free_position[slot] = new_slot.prompt_len + sampling.min_tokens
         self._end_ids[slot] = tuple(token for token in new_slot.end_ids if 0 <= token < self._vocab_size)
         self._logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
-        self._edits.set_slot(new_slot)
+        edited = self._edits.set_slot(new_slot)
+        beyond_kernel = not greedy and (self._top_k[slot] > 0 or sampling.top_p < 1.0 or sampling.min_p > 0)
+        self._kernel_temperature[slot] = 0.0 if greedy or beyond_kernel else sampling.temperature
+        self._seed_words[:, slot] = np.array([self._seed[slot] % 2**64], dtype=np.uint64).view(np.int32)
+        self._needs_more[slot] = beyond_kernel or edited or self._logprobs[slot] >= 0
+
+    def kernel_rows(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+        """Return what the kernel needs of these slots: the seeds' low and high words, and temperatures."""
+        low, high = self._seed_words[:, slots]
+        return low, high, self._kernel_temperature[slots]
+
+    def seeds(self, slots: NDArray[np.int64]) -> list[int]:
+        return [self._seed[slot] for slot in slots.tolist()]
+
+    def kernel_suffices(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
+        """Tell whether the kernel alone serves the new tokens at `positions` of these slots."""
+        if self._needs_more[slots].any():
+            return False
+        early = np.flatnonzero(positions < self._free_position[slots])
+        return not any(self._end_ids[slot] for slot in slots[early].tolist())
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
@@ -132,11 +184,16 @@ class Sampler:
     def _choose(self, logits: Tensor, slot_of: np.ndarray, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return a token for each row, and whether its logits are no numbers to choose by."""
         with self._forbid_early_ends(logits, slot_of, positions):
-            largest, token_ids = first_argmax(logits)
-            failed = ~largest.isfinite()
             noisy = ~self._greedy[slot_of]
             ranked = noisy & ((self._top_k[slot_of] > 0) | (self._top_p[slot_of] < 1.0))
-            for rows, choose in ((noisy & ~ranked, self._choose_plain), (ranked, choose_filtered)):
+            plain = noisy & ~ranked
+            if self._one_launch:
+                token_ids, largest = self._choose_in_one_launch(logits, slot_of, positions)
+                plain &= self._log_min_p[slot_of] > -np.inf
+            else:
+                largest, token_ids = first_argmax(logits)
+            failed = ~largest.isfinite()
+            for rows, choose in ((plain, self._choose_plain), (ranked, choose_filtered)):
                 index = np.flatnonzero(rows)
                 if len(index):
                     at = torch.from_numpy(index).to(self._device)
@@ -150,6 +207,19 @@ class Sampler:
         """Return the log-probability of `target_ids[i]` under row i of the logits, with `top_k` alternatives."""
         targets = torch.tensor(target_ids, dtype=torch.int64, device=self._device)
         return logprobs_of(logits[:, : self._vocab_size], targets, top_k).host([top_k] * len(target_ids))
+
+    def _choose_in_one_launch(
+        self, logits: Tensor, slots: NDArray[np.int64], positions: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens of greedy and plain rows, the argmax of all others, and each row's largest logit."""
+        from engine.kernels.sampling import choose_tokens
+
+        keys = noise_keys(self.seeds(slots), positions, Purpose.TARGET).numpy()
+        temperatures, keys_there = self._send(self._kernel_temperature[slots], keys)
+        return choose_tokens(logits, temperatures, keys_there, self._vocab_size)
+
+    def _send_each(self, *arrays: NDArray[Any]) -> list[Tensor]:
+        return [torch.from_numpy(array).to(self._device) for array in arrays]
 
     def _choose_plain(self, logits: Tensor, params: RowParams) -> Tensor:
         if self._plain is None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import click
 
 from engine.errors import ConfigError, HeadraceError, ModelError
+from server.cli.bench import bench
 from server.cli.chat import chat
 from server.cli.common import Session, debug_option
 from server.cli.completion import completion
@@ -50,6 +51,7 @@ headrace.add_command(keys)
 headrace.add_command(config)
 headrace.add_command(completion)
 headrace.add_command(doctor)
+headrace.add_command(bench)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.core import EngineCore
 from engine.errors import DrainingError, PressureError, PromptTooLongError, RequestError
 from engine.protocol import CachedTokens
 from engine.request import Request
@@ -341,6 +343,20 @@ def test_load_counts_what_happens() -> None:
     assert load.prefill_tokens_total == 36 - load.cached_tokens_total
     assert load.prefill_busy_s_total > 0
     assert load.steps_total == world.core.scheduler.next_step
+
+
+@pytest.mark.parametrize(("configured", "runners", "expected"), [(None, 2, 2), (None, 1, 1), (1, 2, 1), (4, 2, 2)])
+def test_steps_in_flight_are_the_runners_unless_the_configuration_says_less(
+    configured: int | None, runners: int, expected: int
+) -> None:
+    world = World(in_flight=runners, max_late=50)
+    core = EngineCore(world.info, EngineConfig(in_flight_steps=configured), world.runner, (65,))
+    core.submit(make_request(seed=1, max_tokens=30))
+    most = 0
+    for _ in range(12):
+        core.step()  # waits for a result once as many are in flight as may be
+        most = max(most, len(core.scheduler.ledger) + 1)
+    assert most == expected
 
 
 # ---- the KV port

@@ -1,0 +1,118 @@
+"""Models of published shapes with random weights, for measuring speed without files: "random:llama-3.1-8b".
+
+Weights are normal and scaled so that activations keep their size; they are made on the device that runs them. Such a
+model speaks token ids alone: it has no text. Qwen3's shape is without its norms of query and key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.layers.rotary import RopeSettings
+from engine.loader.checkpoint import Digest, TextFiles
+from engine.models.llama_config import LlamaConfig
+
+RANDOM_PREFIX = "random:"
+
+
+def _llama(
+    vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, *, tied: bool = True
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_eps=1e-6,
+        max_positions=131072,
+        rope=RopeSettings(theta=1e6),
+        tied_embeddings=tied,
+    )
+
+
+SHAPES = {
+    "tiny": _llama(512, 64, 128, 2, 4, 2, 16),
+    "smollm2-135m": _llama(49152, 576, 1536, 30, 9, 3, 64),
+    "qwen3-0.6b": _llama(151936, 1024, 3072, 28, 16, 8, 128),
+    "llama-3.1-8b": _llama(128256, 4096, 14336, 32, 32, 8, 128, tied=False),
+}
+
+
+def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor by Hugging Face's name."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.input_layernorm.weight": (hidden,),
+            f"{prefix}.self_attn.q_proj.weight": (query, hidden),
+            f"{prefix}.self_attn.k_proj.weight": (kv, hidden),
+            f"{prefix}.self_attn.v_proj.weight": (kv, hidden),
+            f"{prefix}.self_attn.o_proj.weight": (hidden, query),
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.up_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.down_proj.weight": (hidden, inner),
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _no_text() -> bytes:
+    """Return the tokenizer.json of a vocabulary without entries."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.decoder = decoders.ByteLevel()
+    return str(tokenizer.to_str()).encode()
+
+
+class RandomCheckpoint:
+    """A checkpoint that was never stored. Equal names give equal weights on one kind of device."""
+
+    architecture = "LlamaForCausalLM"
+    eos_ids: tuple[int, ...] = ()
+    text = TextFiles(tokenizer=_no_text())
+
+    def __init__(self, shape: str, device: torch.device) -> None:
+        if shape not in SHAPES:
+            raise ModelError(f"no random model is called {shape!r} (there are: {', '.join(SHAPES)})")
+        self.path = Path(f"{RANDOM_PREFIX}{shape}")
+        self.config = SHAPES[shape]
+        self._shapes = tensor_shapes(self.config)
+        self._device = device
+
+    @property
+    def generation_defaults(self) -> dict[str, float | int]:
+        return {}
+
+    @property
+    def tensor_names(self) -> Collection[str]:
+        return self._shapes.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str, digest: Digest) -> Tensor:
+        """Return the tensor in bfloat16; its name and shape stand for its bytes in the digest."""
+        shape = self._shapes[name]
+        digest.update(f"random {name} {shape} {self._device.type}".encode())
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+        generator = torch.Generator(self._device).manual_seed(seed)
+        values = torch.randn(shape, generator=generator, device=self._device, dtype=torch.bfloat16)
+        return values.mul_(0.1).add_(1.0) if len(shape) == 1 else values.mul_(shape[1] ** -0.5)
+
+    def close(self) -> None:
+        pass

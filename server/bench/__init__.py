@@ -1,0 +1,1 @@
+"""`headrace bench`: measures what runs here against what this machine could do."""

@@ -1,0 +1,82 @@
+"""The guard against hidden waits, and launch code under it. On a CPU nothing waits, but the operators are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.plan_driver import PlanDriver
+from engine.protocol import SamplingParams
+from engine.runner.wait_guard import HiddenWaitError, forbid_waits
+from tests.support.loading import load
+from tests.support.tiny_models import write_tiny_llama
+
+CPU = torch.device("cpu")
+
+WAITING: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "truth of a tensor": lambda x: bool((x > 0).all()),
+    "int of a tensor": lambda x: int(x[0]),
+    "nonzero": lambda x: torch.nonzero(x),
+    "where with one argument": lambda x: torch.where(x > 0),
+    "a mask as index": lambda x: x[x > 0],
+    "a mask as index of an assignment": lambda x: x.__setitem__(x > 0, torch.zeros(1)),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "unique": lambda x: x.unique(),
+}
+FREE: dict[str, Callable[[Tensor], object]] = {
+    "arithmetic": lambda x: (x * 2 + 1).argmax(),
+    "integers as index": lambda x: x[torch.tensor([1, 0])],
+    "an assignment by integers": lambda x: x.__setitem__(torch.tensor([1, 0]), torch.ones(2)),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 0.0),
+    "copies on the device": lambda x: x.to(torch.float64).clone(),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_what_waits_is_an_error_inside_and_only_there(name: str) -> None:
+    x = torch.tensor([1.0, 2.0, -3.0])
+    with pytest.raises(HiddenWaitError), forbid_waits(CPU):
+        WAITING[name](x)
+    WAITING[name](x)
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_what_does_not_wait_goes_through(name: str) -> None:
+    with forbid_waits(CPU):
+        FREE[name](torch.tensor([1.0, 2.0, -3.0]))
+
+
+def test_only_the_named_device_is_watched() -> None:
+    with forbid_waits(torch.device("meta")):
+        assert torch.tensor([3]).item() == 3
+        with pytest.raises(HiddenWaitError):
+            torch.empty(2, device="meta").sum().item()
+
+
+def test_a_blocking_copy_off_the_device_is_an_error() -> None:
+    x, host = torch.empty(2, device="meta"), torch.zeros(2)
+    for copy in (lambda: x.to("cpu"), lambda: x.cpu(), lambda: host.copy_(x)):
+        with pytest.raises(HiddenWaitError), forbid_waits(torch.device("meta")):
+            copy()
+
+
+def test_launching_a_step_does_not_wait(tmp_path: Path) -> None:
+    """Prompts in chunks, mixed steps and decode steps, greedy and with temperature."""
+    driver = PlanDriver(load(write_tiny_llama(tmp_path)), num_blocks=40, block_size=16, max_slots=8)
+    greedy = driver.open(list(range(10, 50)))
+    warm = driver.open(list(range(60, 90)), sampling=SamplingParams(temperature=0.8, seed=3))
+    steps = [[(greedy, 7)], [(greedy, 33), (warm, 11)], [(greedy, 1), (warm, 19)], [(greedy, 1), (warm, 1)]]
+    tokens = 0
+    for wanted in steps:
+        with forbid_waits(CPU):
+            driver.launch(wanted, on_device=True)
+        (result,) = driver.runner.collect(block=True)
+        assert all(row.error is None for row in result.rows)
+        tokens += sum(len(row.token_ids) for row in result.rows)
+    assert tokens == 5
