@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from server.cli.bench_serve import serve
 from server.cli.common import debug_option
 
 
@@ -13,6 +14,9 @@ from server.cli.common import debug_option
 @debug_option
 def bench() -> None:
     """Measure what runs here against what this machine could do."""
+
+
+bench.add_command(serve)
 
 
 @bench.command(short_help="The engine alone, with random weights.")
