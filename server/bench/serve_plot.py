@@ -43,7 +43,9 @@ def draw(result: ServeResult) -> Figure:
 def _spread(axes: Axes, name: str, values_s: Sequence[float], limit_s: float | None) -> None:
     """The share of requests that took so long or less."""
     ordered = sorted(1e3 * value for value in values_s)
-    axes.step(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))], where="post", color=_LINE)
+    # The curve rises from 0 at the smallest value.
+    shares = [index / len(ordered) for index in range(len(ordered) + 1)] if ordered else []
+    axes.step([*ordered[:1], *ordered], shares, where="post", color=_LINE)
     if limit_s is not None:
         axes.axvline(1e3 * limit_s, color=_LIMIT, linestyle="--", label="SLO")
         axes.legend(loc="lower right")
