@@ -1,1 +1,1 @@
-"""`headrace bench`: measures what runs here against what this machine could do."""
+"""`headrace bench`: the engine against what this machine could do, and servers as their clients see them (serve_*)."""

@@ -1,4 +1,4 @@
-"""`headrace bench`: measurements on this machine."""
+"""`headrace bench`: measurements of the engine here, and of servers anywhere."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from pathlib import Path
 
 import click
 
+from server.cli.bench_serve import serve
 from server.cli.common import debug_option
 
 
-@click.group(short_help="Measure what runs here.")
+@click.group(short_help="Measure the engine or a server.")
 @debug_option
 def bench() -> None:
-    """Measure what runs here against what this machine could do."""
+    """Measure the engine against what this machine could do, or a server over HTTP."""
+
+
+bench.add_command(serve)
 
 
 @bench.command(short_help="The engine alone, with random weights.")
