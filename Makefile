@@ -50,7 +50,7 @@ lint: install
 
 # One thread for each test process: OpenMP teams that share cores spin against each other.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not soak" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not soak" $(ARGS)
 
 soak: install
 	$(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)

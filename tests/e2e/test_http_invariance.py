@@ -19,10 +19,7 @@ from tests.support.answers import CHAT, COMPLETIONS, Answer, Question, ask, ask_
 from tests.support.headrace_server import HeadraceServer, headrace
 from tests.support.until import until
 
-# A server's tests run in one process when the suite is spread over several.
-DTYPES = [
-    pytest.param(dtype, marks=pytest.mark.xdist_group(f"invariance-{dtype}")) for dtype in ("float32", "bfloat16")
-]
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass

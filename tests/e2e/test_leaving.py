@@ -13,8 +13,6 @@ from tests.support.storm import COMPLETIONS
 from tests.support.tiny_models import write_tiny_llama
 from tests.support.until import until
 
-pytestmark = pytest.mark.xdist_group("leaving")
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HeadraceServer]:

@@ -11,8 +11,6 @@ from openai import AsyncOpenAI
 
 from tests.support.headrace_server import HeadraceServer, headrace
 
-pytestmark = pytest.mark.xdist_group("sdk")
-
 MODEL = "tiny"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say hello."}]
 

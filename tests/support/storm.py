@@ -137,7 +137,7 @@ class Storm:
         wrong: Json = rng.choice(
             [
                 {"temperature": -1},
-                {"max_tokens": 0},
+                {"max_tokens": -1},
                 {"n": 0},
                 {"stop": 7},
                 {"messages": [], "prompt": []},
