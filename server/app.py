@@ -66,7 +66,10 @@ def build_app(
         if access_log is not None:
             await asyncio.to_thread(access_log.close)
 
-    app = FastAPI(title="Headrace", version=VERSION, lifespan=lifespan, redirect_slashes=False)
+    # The framework's pages about /openapi.json load their scripts from a foreign host.
+    app = FastAPI(
+        title="Headrace", version=VERSION, lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None
+    )
     app.state.service = service
     for path, prepare in (("/v1/chat/completions", prepare_chat), ("/v1/completions", prepare_completion)):
         # An ASGI application of its own: the framework would read the body and build a response before the answer.
