@@ -20,6 +20,8 @@ from engine.loader.files import open_regular
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
+MAX_ARRAY_ITEMS = 2**24
+"""The longest arrays have an item for each token or merge of a vocabulary; one of a byte takes eight as an object."""
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -172,6 +174,8 @@ def _read_value(cursor: _Cursor, kind: int, *, nested: bool) -> object:
 
 def _read_array(cursor: _Cursor) -> list[object]:
     kind, count = cursor.uint("I"), cursor.uint("Q")
+    if count > MAX_ARRAY_ITEMS:
+        raise cursor.fail(f"corrupt GGUF file: an array of {count} items")
     if kind in _SCALARS:
         layout = struct.Struct("<" + _SCALARS[kind])
         start = cursor.take(count * layout.size)

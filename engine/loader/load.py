@@ -35,6 +35,9 @@ from engine.text.tokenizer import TextCodec
 OnProgress = Callable[[float, str], None]
 """Called with (fraction in [0, 1], phase) between tensors. It may raise to give up the load."""
 
+CheckRoom = Callable[[tuple[KVGroupSpec, ...], torch.dtype, int], object]
+"""Called with a model's KV groups, its dtype and the longest sequence. Raises when there will be no room for them."""
+
 _DTYPES = {
     "auto": torch.bfloat16,
     "bfloat16": torch.bfloat16,
@@ -63,8 +66,11 @@ class LoadedModel:
     assets: dict[str, bytes]
 
 
-def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
-    """Load `config.model` onto `config.device`. Raises ModelError or ConfigError with one line for the user."""
+def load_model(
+    config: EngineConfig, on_progress: OnProgress, *, check_room: CheckRoom = lambda groups, dtype, max_model_len: None
+) -> LoadedModel:
+    """Load `config.model` onto `config.device`. Raises ModelError or ConfigError with one line for the user, and what
+    `check_room` raises before memory is taken."""
     device, dtype = choose_device(config.device), _DTYPES[config.dtype]
     backend, ops = choose(device, config.numerics), row_ops(config.numerics, device)
     on_progress(0.0, "opening model files")
@@ -79,7 +85,9 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
             )
 
         # Without memory first: what a file claims of itself may be anything.
-        _check_tensors(_built(lambda: build(torch.device("meta"), 1), checkpoint), checkpoint)
+        outline = _built(lambda: build(torch.device("meta"), 1), checkpoint)
+        _check_tensors(outline, checkpoint)
+        check_room(outline.kv_groups(), dtype, max_model_len)
         module = _built(lambda: build(device, max_model_len), checkpoint)
         weights_digest = _fill(module, checkpoint, on_progress)
     finally:
@@ -164,7 +172,9 @@ def _built(build: Callable[[], Llama], checkpoint: Checkpoint) -> Llama:
 
 
 def _text_assets(checkpoint: Checkpoint, chat_template: str | None) -> tuple[TextAssets, dict[str, bytes]]:
-    files = checkpoint.text
+    files, vocab_size = checkpoint.text, checkpoint.config.vocab_size
+    if files.bos_id is not None and not 0 <= files.bos_id < vocab_size:
+        raise ModelError(f"{checkpoint.path}: the BOS token {files.bos_id} is outside the vocabulary [0, {vocab_size})")
     template = files.chat_template if chat_template is None else _template_override(chat_template)
     _check_text(files, template, checkpoint)
     contents = {hashlib.sha256(data).hexdigest(): data for data in (files.tokenizer, template) if data is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import torch
@@ -13,7 +14,7 @@ from engine.attention.base import FusedAttention
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError, RequestError
 from engine.loader.load import LoadedModel, choose_device, load_model
-from engine.protocol import EngineInfo, GenerateRequest, SamplingParams
+from engine.protocol import EngineInfo, GenerateRequest, KVGroupSpec, SamplingParams
 from engine.runner.kv_cache import KVCache, count_blocks, default_budget_bytes
 from engine.runner.runner import TorchRunner
 from engine.validation import validate
@@ -31,8 +32,9 @@ def build_engine(
     if config.block_size not in BLOCK_SIZES:
         raise ConfigError(f"block_size {config.block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
     threads = _set_threads(config.threads)
-    loaded = load_model(config, on_progress)
-    num_blocks = _count_blocks(config, loaded)
+    count = partial(_count_blocks, config)
+    loaded = load_model(config, on_progress, check_room=count)
+    num_blocks = count(loaded.kv_groups, loaded.dtype, loaded.max_model_len)
     is_fused = isinstance(loaded.backend, FusedAttention)
     on_cuda = loaded.device.type == "cuda"
     try:
@@ -85,16 +87,18 @@ def _set_threads(threads: int | None) -> int:
     return count
 
 
-def _count_blocks(config: EngineConfig, loaded: LoadedModel) -> tuple[int, ...]:
+def _count_blocks(
+    config: EngineConfig, groups: tuple[KVGroupSpec, ...], dtype: torch.dtype, max_model_len: int
+) -> tuple[int, ...]:
     budget = config.kv_cache_memory_bytes
     if budget is None:
         budget = default_budget_bytes(choose_device(config.device))
     return count_blocks(
         budget,
-        loaded.kv_groups,
+        groups,
         block_size=config.block_size,
-        dtype=loaded.dtype,
-        max_model_len=loaded.max_model_len,
+        dtype=dtype,
+        max_model_len=max_model_len,
         max_running=config.max_running,
     )
 
