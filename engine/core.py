@@ -49,7 +49,8 @@ class EngineCore:
     """One engine. `num_blocks` has the size of each KV group's pool, null block included.
 
     `info` tells limits and special ids, `config` the loop's settings. The caller owns `runner`, `kv_port` and
-    `grammars`, without which no output is constrained, and closes them. `clock` is monotonic, `wall_clock` is what deadlines are in; both in seconds.
+    `grammars`, without which no output is constrained, and closes them. `clock` is monotonic, `wall_clock` is what
+    deadlines are in; both in seconds.
     """
 
     def __init__(

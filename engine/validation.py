@@ -81,14 +81,14 @@ def _check_envelope(request: GenerateRequest) -> None:
     if len(request.cache_scope) != KEY_BYTES:
         raise _out_of_range("cache_scope", len(request.cache_scope), f"have {KEY_BYTES} bytes")
     if request.grammar is not None:
-        _check_grammar(request.grammar)
+        check_grammar(request.grammar)
     _check_int("attempt", request.attempt, 0, _INT32_MAX)
     _check_int("priority", request.priority, _INT32_MIN, _INT32_MAX)
     if request.deadline_unix_s is not None:
         _check_number("deadline_unix_s", request.deadline_unix_s, -math.inf, math.inf)
 
 
-def _check_grammar(grammar: Grammar) -> None:
+def check_grammar(grammar: Grammar) -> None:
     """Check what needs no compiling."""
     try:
         size = len(grammar.source.encode())

@@ -34,7 +34,9 @@ class Vocabulary:
         """`vocab_size` is the model's, which bounds the codec's."""
         tokens = list(codec.byte_table(show_special=True)[:vocab_size])
         tokens += [b""] * (vocab_size - len(tokens))
-        special_ids = tuple(token_id for token_id in range(min(vocab_size, codec.vocab_size)) if codec.is_special(token_id))
+        special_ids = tuple(
+            token_id for token_id in range(min(vocab_size, codec.vocab_size)) if codec.is_special(token_id)
+        )
         return cls(tokens, special_ids, tuple(eos_ids), lambda text: codec.encode(text, parse_special=False))
 
     @property

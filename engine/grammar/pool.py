@@ -61,9 +61,9 @@ class GrammarPool:
 
     def close(self) -> None:
         with self._lock:
-            if self._executor is not None:
-                self._executor.shutdown(wait=False, cancel_futures=True)
-                self._executor = None
+            executor, self._executor = self._executor, None
+        if executor is not None:  # without the lock, which what it cancels asks for
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._executor is None:

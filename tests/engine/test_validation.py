@@ -176,7 +176,7 @@ def test_resumed_tokens_must_leave_one_to_generate() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "param"),
     [
-        ("grammar", Grammar("json_object", ""), "response_format"),
+        ("grammar", Grammar("regex", "a" * 200_000), "structured_outputs"),
         ("kv_ticket", KVTicket(address="a", request_id="r", generation=1, tokens=1, expires_unix_s=0), "kv_ticket"),
         ("mode", "prefill_only", "mode"),
     ],
