@@ -1,4 +1,4 @@
-"""What grammars cost: compiling a schema, a mask, and a mask in the sampler; and whether a real model's outputs validate.
+"""What grammars cost: compiling a schema, a mask, a mask in the sampler; and whether a real model's outputs validate.
 
     python -m benchmarks.grammar [--schemas 30] [--model smollm2]
 
@@ -84,9 +84,7 @@ def _outputs(
     for index, schema in enumerate(schemas):
         sampling = SamplingParams(temperature=1.0, seed=index, max_tokens=max_tokens)
         grammar = Grammar("json_schema", json.dumps(schema))
-        core.submit(
-            GenerateRequest(request_id=str(index), prompt_ids=prompt_ids, sampling=sampling, grammar=grammar)
-        )
+        core.submit(GenerateRequest(request_id=str(index), prompt_ids=prompt_ids, sampling=sampling, grammar=grammar))
     while core.has_work:
         for output in core.step():
             tokens[int(output.request_id)] += output.token_ids
