@@ -10,11 +10,22 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import msgspec
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, DrainingError, PressureError, PromptTooLongError, RequestError
+from engine.errors import (
+    ConfigError,
+    DrainingError,
+    HeadraceError,
+    PressureError,
+    PromptTooLongError,
+    RequestError,
+    UnsupportedError,
+)
+from engine.grammar.base import CompiledGrammar, GrammarError
+from engine.grammar.pool import TIME_LIMIT_S, GrammarPool
 from engine.kv.groups import GroupEventSink, KVGroups
 from engine.plan import Row, RowResult, Runner, StepResult
 from engine.protocol import (
@@ -29,7 +40,7 @@ from engine.protocol import (
 )
 from engine.request import Request, RequestState
 from engine.scheduler import Scheduler
-from engine.validation import sequence_window, validate
+from engine.validation import GRAMMAR_PARAM, sequence_window, validate
 
 Clock = Callable[[], float]
 
@@ -37,8 +48,9 @@ Clock = Callable[[], float]
 class EngineCore:
     """One engine. `num_blocks` has the size of each KV group's pool, null block included.
 
-    `info` tells limits and special ids, `config` the loop's settings. The caller owns `runner` and `kv_port` and closes
-    them. `clock` is monotonic, `wall_clock` is what deadlines are in; both in seconds.
+    `info` tells limits and special ids, `config` the loop's settings. The caller owns `runner`, `kv_port` and
+    `grammars`, without which no output is constrained, and closes them. `clock` is monotonic, `wall_clock` is what
+    deadlines are in; both in seconds.
     """
 
     def __init__(
@@ -52,6 +64,7 @@ class EngineCore:
         clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
         on_block_event: GroupEventSink | None = None,
+        grammars: GrammarPool | None = None,
     ) -> None:
         if kv_port is not None and not config.prefix_cache:
             raise ConfigError("a KV port needs the prefix cache", hint="leave prefix_cache on")
@@ -73,6 +86,8 @@ class EngineCore:
         alone = self.kv.max_sequence_tokens
         self._max_sequence_tokens = sequence_window(info) if alone is None else min(alone, sequence_window(info))
         self._requests: dict[str, Request] = {}
+        self._grammars = grammars
+        self._compiling: list[tuple[Request, Future[CompiledGrammar], float]] = []
         self._arrivals = 0
         self._deadlines: list[tuple[float, int, Request]] = []
         self._outputs: list[TokenOutput] = []
@@ -102,13 +117,21 @@ class EngineCore:
             raise RequestError(f"request_id {spec.request_id!r} is in use", param="request_id", value=spec.request_id)
         if self._draining:
             raise DrainingError("this engine is draining and takes no new requests")
-        if len(self.scheduler.waiting) >= self._max_waiting:
+        if len(self.scheduler.waiting) + len(self._compiling) >= self._max_waiting:
             raise PressureError(f"{self._max_waiting} requests are waiting already")
+        grammar = self._compile(spec)
         if earlier is not None:
             self._end(earlier, "abort", error="a later attempt took its place", error_code="superseded")
-        self._accept(spec)
+        self._accept(spec, grammar)
 
-    def _accept(self, spec: GenerateRequest) -> None:
+    def _compile(self, spec: GenerateRequest) -> Future[CompiledGrammar] | None:
+        if spec.grammar is None:
+            return None
+        if self._grammars is None:
+            raise UnsupportedError("this engine does not constrain its output", param=GRAMMAR_PARAM)
+        return self._grammars.submit(spec.grammar)
+
+    def _accept(self, spec: GenerateRequest, grammar: Future[CompiledGrammar] | None) -> None:
         if spec.sampling.seed is None:
             sampling = msgspec.structs.replace(spec.sampling, seed=secrets.randbits(63))
             spec = msgspec.structs.replace(spec, sampling=sampling)
@@ -127,7 +150,11 @@ class EngineCore:
         self._prompt_tokens += request.prompt_len
         if spec.deadline_unix_s is not None:
             self._watch_deadline(spec.deadline_unix_s, request)
-        self.scheduler.add(request)
+        if grammar is None:
+            self.scheduler.add(request)
+        else:
+            request.state = RequestState.COMPILING
+            self._compiling.append((request, grammar, self._clock()))
 
     def finish(self, request_id: str, keep_tokens: int) -> None:
         """End a request as complete; output tokens from `keep_tokens` on are overshoot. Unknown ids are ignored."""
@@ -155,6 +182,7 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Run one iteration and return what is new, in order. Blocks only in the runner, when it has enough to do."""
         self._expire_deadlines()
+        compiled = self._take_compiled() if self._compiling else 0
         loaded = self.scheduler.poll_port()
         plan = self.scheduler.schedule(self._clock())
         if plan is not None:
@@ -162,7 +190,7 @@ class EngineCore:
         results = self._collect(launched=plan is not None)
         for result in results:
             self._process(result)
-        self._made_progress = plan is not None or len(results) > 0 or loaded > 0
+        self._made_progress = plan is not None or len(results) > 0 or loaded > 0 or compiled > 0
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -173,9 +201,39 @@ class EngineCore:
 
     @property
     def made_progress(self) -> bool:
-        """Whether the last step() launched, collected or loaded anything. If not, all wait for the KV port: a loop
-        should pause for a moment instead of spinning."""
+        """Whether the last step() launched, collected or loaded anything. If not, all wait for the KV port or for their
+        grammars: a loop should pause for a moment instead of spinning."""
         return self._made_progress
+
+    def _take_compiled(self) -> int:
+        """Let requests go on whose grammars are there; return how many wait no longer. Nobody waits here."""
+        now_s, waiting = self._clock(), self._compiling
+        self._compiling = []
+        for entry in waiting:
+            request, grammar, since_s = entry
+            if request.finished:
+                continue
+            if grammar.done():
+                self._start_with(request, grammar)
+            elif now_s - since_s > TIME_LIMIT_S:
+                error = f"the grammar was not compiled within {TIME_LIMIT_S:g} s"
+                self._end(request, "error", error=error, error_code=RequestError.code)
+            else:
+                self._compiling.append(entry)
+        return len(waiting) - len(self._compiling)
+
+    def _start_with(self, request: Request, grammar: Future[CompiledGrammar]) -> None:
+        try:
+            request.matcher = grammar.result().start(request.tokens[request.prompt_len :])
+        except (HeadraceError, GrammarError) as error:
+            code = error.code if isinstance(error, HeadraceError) else "request_failed"
+            self._end(request, "error", error=f"grammar: {error}", error_code=code)
+        except Exception as error:
+            # Whatever it was, it is this request's alone.
+            self._end(request, "error", error=f"grammar: {error!r}", error_code="request_failed")
+        else:
+            request.state = RequestState.WAITING
+            self.scheduler.add(request)
 
     def _collect(self, *, launched: bool) -> Sequence[StepResult]:
         """Wait for a result when the runner is full, or when there was nothing to launch."""
@@ -205,9 +263,7 @@ class EngineCore:
 
     def _apply(self, row: Row, request: Request, result: RowResult, now_s: float) -> None:
         if result.error is not None or (row.sample and not result.token_ids):
-            error = result.error or "the runner returned no token"
-            request.keep_tokens = 0
-            self._end(request, "error", error=error, error_code="request_failed")
+            self._fail(request, result.error or "the runner returned no token")
             return
         self.scheduler.complete(request, row.start + row.count)
         if result.prompt_logprobs is not None:
@@ -217,7 +273,11 @@ class EngineCore:
                 self._end(request, "length")
             return
         offset = len(request.tokens) - request.prompt_len
-        reason = request.extend(result.token_ids)
+        try:
+            reason = request.extend(result.token_ids)
+        except GrammarError as error:
+            self._fail(request, str(error))
+            return
         tokens, logprobs = list(result.token_ids), None
         if reason is not None:
             del tokens[request.num_outputs - offset :]  # drafts accepted behind the end
@@ -233,6 +293,13 @@ class EngineCore:
             self._outputs.append(TokenOutput(spec.request_id, spec.attempt, offset, tokens, None, None, logprobs))
         else:
             self._outputs.append(self._first_output(request, offset, tokens, logprobs))
+
+    def _fail(self, request: Request, error: str) -> None:
+        """End a request at which a step has failed. Nothing of it is worth keeping."""
+        if request.matcher is not None and request.matcher.error is not None:
+            error = f"grammar: {request.matcher.error}"
+        request.keep_tokens = 0
+        self._end(request, "error", error=error, error_code="request_failed")
 
     def _first_output(
         self, request: Request, offset: int, tokens: list[int], logprobs: list[TokenLogprobs] | None
@@ -266,7 +333,8 @@ class EngineCore:
             output = TokenOutput(request.request_id, request.spec.attempt, offset, list(tokens), logprobs=logprobs)
         else:
             output = self._first_output(request, offset, list(tokens), logprobs)
-        stop_token = tokens[-1] if reason == "stop" and tokens else None
+        # The last token of a grammar ends a request as well, and belongs to the text.
+        stop_token = tokens[-1] if reason == "stop" and tokens and tokens[-1] in request.end_set else None
         self._outputs.append(
             msgspec.structs.replace(
                 output,

@@ -44,7 +44,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     the device. `new_blocks[group]` are appended to the slot's block tables before computing. KV of positions below
     `write_start` exists already in a published block: it is computed but written to the null block. With `sample`, the
     logits after the last position are sampled; the new token has position start + count. `next_id` is the prompt token
-    at that position, set when the row's slot wants prompt logprobs and the prompt goes on behind the row.
+    at that position, set when the row's slot wants prompt logprobs and the prompt goes on behind the row. `grammar_row`
+    is the row's place in the plan's `masks`: the sampled token is one that its mask allows.
     """
 
     slot: int
@@ -60,12 +61,14 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step. Rows are ordered; a slot has at most one row."""
+    """One step. Rows are ordered; a slot has at most one row. `masks` are one behind the other, a bit per token each,
+    lowest first, in whole little-endian 32-bit words (engine/grammar/base.py)."""
 
     step: int
     rows: tuple[Row, ...]
     new_slots: tuple[NewSlot, ...] = ()
     freed_slots: tuple[int, ...] = ()
+    masks: bytes = b""
 
     @property
     def num_tokens(self) -> int:

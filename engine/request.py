@@ -14,15 +14,18 @@ from collections.abc import Sequence
 
 import msgspec
 
+from engine.grammar.base import Matcher
 from engine.kv.groups import Tables
 from engine.protocol import CachedTokens, FinishReason, GenerateRequest, TokenLogprobs
 from kvstore.keys import KeyChain
 
 
 class RequestState(enum.Enum):
-    """WAITING has nothing, or is preempted and gives up what steps in flight still use. WAITING_KV has blocks that a
-    KVPort fills. RUNNING has a slot. FINISHED has had its terminal output; its blocks may still be in use."""
+    """COMPILING has nothing, and the scheduler does not know it: its grammar is not there yet. WAITING has nothing, or
+    is preempted and gives up what steps in flight still use. WAITING_KV has blocks that a KVPort fills. RUNNING has a
+    slot. FINISHED has had its terminal output; its blocks may still be in use."""
 
+    COMPILING = "compiling"
     WAITING = "waiting"
     WAITING_KV = "waiting_kv"
     RUNNING = "running"
@@ -44,6 +47,7 @@ class Request:
         "first_token_s",
         "keep_tokens",
         "last_step",
+        "matcher",
         "max_total_tokens",
         "min_tokens",
         "next_full",
@@ -96,6 +100,8 @@ class Request:
         self.end_set = frozenset(self.end_ids)
         self.min_tokens = spec.sampling.min_tokens
         self.keep_tokens: int | None = None
+        # Stands behind `tokens`: with a grammar the next token waits for the one before it.
+        self.matcher: Matcher | None = None
 
         # Times of the monotonic clock.
         self.arrived_s = arrived_s
@@ -184,11 +190,14 @@ class Request:
     def extend(self, token_ids: Sequence[int]) -> FinishReason | None:
         """Add sampled tokens up to the one that ends the request; return why it ends, if it does.
 
-        An end token wins over the length limit. min_tokens gates end tokens by output index, as the sampler does.
+        An end token, or the last of a grammar, wins over the length limit. min_tokens gates end tokens by output index,
+        as the sampler does. Raises GrammarError, before the token at fault is added.
         """
         for token in token_ids:
+            ends = token in self.end_set and self.num_outputs >= self.min_tokens
+            complete = not ends and self.matcher is not None and self.matcher.advance(token)
             self.tokens.append(token)
-            if token in self.end_set and self.num_outputs > self.min_tokens:
+            if ends or complete:
                 return "stop"
             if len(self.tokens) >= self.max_total_tokens:
                 return "length"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.errors import PromptTooLongError, RequestError, UnsupportedError
-from engine.protocol import EngineInfo, GenerateRequest, SamplingParams
+from engine.protocol import EngineInfo, GenerateRequest, Grammar, SamplingParams
 from kvstore.keys import KEY_BYTES
 
 MAX_LOGPROBS = 20
@@ -24,6 +24,8 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
 MAX_ID_CHARS = 256
 MAX_TRACE_CHARS = 512
+MAX_GRAMMAR_BYTES = 128 << 10
+GRAMMAR_PARAM = "structured_outputs"
 GREEDY_BELOW = 1e-5
 """Temperatures below this divide logits past the range of float32 for no gain over greedy."""
 
@@ -63,10 +65,6 @@ def sequence_window(info: EngineInfo) -> int:
 
 
 def _check_supported(request: GenerateRequest) -> None:
-    if request.grammar is not None:
-        raise UnsupportedError(
-            "this engine does not constrain its output yet", param="response_format", value=request.grammar.kind
-        )
     if request.kv_ticket is not None:
         raise UnsupportedError("this engine takes no KV from another engine yet", param="kv_ticket")
     if request.mode != "full":
@@ -82,10 +80,22 @@ def _check_envelope(request: GenerateRequest) -> None:
         raise _out_of_range("traceparent", None, f"have at most {MAX_TRACE_CHARS} characters")
     if len(request.cache_scope) != KEY_BYTES:
         raise _out_of_range("cache_scope", len(request.cache_scope), f"have {KEY_BYTES} bytes")
+    if request.grammar is not None:
+        check_grammar(request.grammar)
     _check_int("attempt", request.attempt, 0, _INT32_MAX)
     _check_int("priority", request.priority, _INT32_MIN, _INT32_MAX)
     if request.deadline_unix_s is not None:
         _check_number("deadline_unix_s", request.deadline_unix_s, -math.inf, math.inf)
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Check what needs no compiling."""
+    try:
+        size = len(grammar.source.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError("the grammar holds a lone surrogate, which is no character", param=GRAMMAR_PARAM) from error
+    if size > MAX_GRAMMAR_BYTES:
+        raise _out_of_range(GRAMMAR_PARAM, size, f"have a source of at most {MAX_GRAMMAR_BYTES} bytes")
 
 
 def _check_token_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:

@@ -146,10 +146,11 @@ def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
     """Load the model; torch is imported here and not before."""
     on_progress(0.0, "Starting.")
     from engine.core import EngineCore
+    from engine.grammar.assets import pool_for
     from engine.runner.build import build_engine
 
     info, runner, num_blocks, assets = build_engine(config, on_progress)
-    return LoadedEngine(EngineCore(info, config, runner, num_blocks), info, assets)
+    return LoadedEngine(EngineCore(info, config, runner, num_blocks, grammars=pool_for(info, assets)), info, assets)
 
 
 if __name__ == "__main__":

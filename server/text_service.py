@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from engine.errors import PressureError, PromptTooLongError, RequestError, UnsupportedError
-from engine.protocol import Engine, EngineInfo
+from engine.grammar.base import Vocabulary
+from engine.grammar.pool import TIME_LIMIT_S, GrammarPool
+from engine.protocol import Engine, EngineInfo, Grammar
 from engine.text.chat import ChatTemplate, Message
 from engine.text.tokenizer import TextCodec
 from engine.validation import sequence_window
@@ -32,6 +34,7 @@ class TextService:
         self.codec = codec
         self.template = template
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
+        self._grammars = GrammarPool(lambda: Vocabulary.of(codec, info.vocab_size, info.eos_ids))
         self._queued = 0
 
     @classmethod
@@ -45,6 +48,7 @@ class TextService:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     async def prompts_ids(self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:
         """Tokenise the raw prompts of one request; those that are token ids already stay as they are."""
@@ -110,6 +114,14 @@ class TextService:
         if len(ids) >= window:  # said here, before the other prompts of the request are tokenised
             raise PromptTooLongError(len(ids), window, param=param)
         return ids
+
+    async def compile(self, grammar: Grammar) -> None:
+        """Raise RequestError, without a param, for a grammar that does not compile, or not in time."""
+        try:
+            # Several may share the work: who leaves does not end it.
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._grammars.submit(grammar))), TIME_LIMIT_S)
+        except TimeoutError as error:
+            raise RequestError(f"it was not compiled within {TIME_LIMIT_S:g} s") from error
 
     async def shown_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens by name. Raises RequestError for ids outside of the vocabulary."""

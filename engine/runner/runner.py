@@ -24,6 +24,7 @@ from engine.runner.kv_cache import KVCache
 from engine.runner.slots import SlotTables
 from engine.runner.staging import ReturnedTokens, Staging, TokenReturns
 from engine.runner.step_batch import PackedRows, StepBatch, build_step_batch, pack_rows
+from engine.sampler.masks import RowMasks
 from engine.sampler.sampler import NOT_FINITE, Sampled, Sampler
 
 if TYPE_CHECKING:
@@ -175,9 +176,9 @@ class TorchRunner:
         tokens, logits = done
         launched.sampled_rows = range(len(launched.plan.rows))
         new_positions = decode.positions + 1
-        if self._sampler.kernel_suffices(decode.slots, new_positions):
+        if not launched.plan.masks and self._sampler.kernel_suffices(decode.slots, new_positions):
             launched.tokens = self._returns.start(tokens)
-        else:  # The graph's choice gives way to the one with filters, forbidden tokens or logprobs.
+        else:  # The graph's choice gives way to the one with filters, forbidden tokens, masks or logprobs.
             self._choose(launched, logits, decode.slots.tolist(), new_positions.tolist())
         return True
 
@@ -195,7 +196,8 @@ class TorchRunner:
             return True
         slots = [rows[index].slot for index in launched.sampled_rows]
         new_positions = packed.kv_lens[launched.sampled_rows].astype(np.int64)
-        suffices = self._sampler.kernel_suffices(np.array(slots, np.int64), new_positions)
+        suffices = not launched.plan.masks
+        suffices = suffices and self._sampler.kernel_suffices(np.array(slots, np.int64), new_positions)
         if len(slots) < len(rows):
             (sampled,) = self._staging.to_device(np.array(launched.sampled_rows, np.int64))
             tokens, logits = tokens[sampled], logits if suffices else logits[sampled]
@@ -238,8 +240,8 @@ class TorchRunner:
             ids = row.token_ids
             if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
                 errors[index] = f"a token id is outside the vocabulary of {self._vocab_size}"
-            elif row.drafts or row.grammar_row is not None:
-                errors[index] = "this runner has neither drafts nor grammars"
+            elif row.drafts:
+                errors[index] = "this runner has no drafts"
         return errors
 
     def _score_prompts(self, launched: _Launched, indices: list[int], batch: StepBatch, hidden: Tensor) -> None:
@@ -271,11 +273,21 @@ class TorchRunner:
         self._choose(launched, logits, [row.slot for row in sampling], [row.start + row.count for row in sampling])
 
     def _choose(self, launched: _Launched, logits: Tensor, slots: list[int], positions: list[int]) -> None:
-        sampled = self._sampler.sample(logits, slots, positions)
+        sampled = self._sampler.sample(logits, slots, positions, self._masks(launched))
         (to,) = self._staging.to_device(np.array(slots, np.int64))
         self._slots.last_tokens[to] = sampled.token_ids
         launched.tokens = self._returns.start(sampled.kept())
         launched.sampled = sampled
+
+    def _masks(self, launched: _Launched) -> RowMasks | None:
+        """Return the masks of the sampling rows that have one."""
+        plan = launched.plan
+        if not plan.masks:
+            return None
+        rows = [plan.rows[index].grammar_row for index in launched.sampled_rows]
+        masks = np.frombuffer(plan.masks, np.int32).reshape(-1, -(-self._vocab_size // 32))
+        of_rows = {place: row for place, row in enumerate(rows) if row is not None}
+        return RowMasks(tuple(of_rows), masks[list(of_rows.values())])
 
     def _mark_end(self, launched: _Launched) -> None:
         if self._fetch_stream is None:

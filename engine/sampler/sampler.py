@@ -25,13 +25,16 @@ from engine.protocol import TokenLogprobs
 from engine.sampler.edits import LogitEdits
 from engine.sampler.filters import choose_filtered
 from engine.sampler.logprobs import LogprobTensors, logprobs_of
+from engine.sampler.masks import RowMasks, TokenMasks
 from engine.sampler.noise import Purpose, noise_keys
 from engine.sampler.order import first_argmax, take_rows
 from engine.sampler.plain import PlainChoice
 from engine.sampler.rows import RowParams
 
 NOT_FINITE = "the model's logits for this request are not finite numbers"
-_NOTHING_LEFT = "bad_words, allowed_token_ids and the other parameters of this request leave no token to choose"
+_NOTHING_LEFT = (
+    "bad_words, allowed_token_ids, the grammar and the other parameters of this request leave no token to choose"
+)
 
 Send = Callable[..., Sequence[Tensor]]
 """Numpy arrays to tensors on the device, in order."""
@@ -109,6 +112,7 @@ class Sampler:
         self._logprobs = np.full(max_slots, -1, dtype=np.int64)
         self._plain: PlainChoice | None = None
         self._edits = LogitEdits(max_slots, vocab_size, device)
+        self._masks = TokenMasks(vocab_size, device)
 
     @torch.inference_mode()
     def set_slot(self, new_slot: NewSlot) -> None:
@@ -147,22 +151,35 @@ class Sampler:
         return not any(self._end_ids[slot] for slot in slots[early].tolist())
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
+    def sample(
+        self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], masks: RowMasks | None = None
+    ) -> Sampled:
         """Choose the token at `positions[i]` (the new token's absolute position) of `slots[i]` from row i of the
-        logits [rows, at least vocab]. Ids are in [0, vocab) always. The logits are the same before and after.
+        logits [rows, at least vocab], where it has a mask among those that this allows. Ids are in [0, vocab) always.
+        The logits are the same before and after.
         """
         logits = logits[:, : self._vocab_size]
         slot_of = np.asarray(slots, dtype=np.int64)
-        edited = np.flatnonzero(self._edits.wanted(slot_of))
+        wanted = self._edits.wanted(slot_of)
+        if masks is not None and len(masks.rows):
+            wanted = wanted.copy()
+            wanted[list(masks.rows)] = True
+        edited = np.flatnonzero(wanted)
         if not len(edited):
             token_ids, failed = self._choose(logits, slot_of, positions)
         else:
-            token_ids, failed = self._choose_edited(logits, slot_of, np.asarray(positions, dtype=np.int64), edited)
+            at = np.asarray(positions, dtype=np.int64)
+            token_ids, failed = self._choose_edited(logits, slot_of, at, edited, masks)
         sampled = self._with_logprobs(logits, slot_of, token_ids, failed)
         return replace(sampled, edited_rows=tuple(edited.tolist())) if len(edited) else sampled
 
     def _choose_edited(
-        self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64], edited: NDArray[np.int64]
+        self,
+        logits: Tensor,
+        slots: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        edited: NDArray[np.int64],
+        masks: RowMasks | None,
     ) -> tuple[Tensor, Tensor]:
         """As `_choose`, for a batch in which the rows `edited` have their logits edited, in a copy of their own."""
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=self._device)
@@ -175,6 +192,8 @@ class Sampler:
             own = logits[at]
             if rows is edited:
                 own = own.to(torch.float32)
+                if masks is not None:
+                    self._masks.apply(own, np.searchsorted(edited, masks.rows), masks.words)
                 self._edits.apply(own, slots[rows], positions[rows])
             token_ids[at], failed[at] = self._choose(own, slots[rows], positions[rows].tolist())
         at = torch.from_numpy(edited).to(self._device)

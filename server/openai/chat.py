@@ -12,7 +12,7 @@ from server.openai.exchange import Prepared
 from server.openai.extras import ignored_params
 from server.openai.generation import Answer, ChoiceRun, Piece, Usage
 from server.openai.logprobs import IdNames, TokenNames, chat_logprobs, prompt_logprobs
-from server.openai.sampling import Wanted, choice_runs
+from server.openai.sampling import Wanted, checked_constraint, choice_runs
 from server.openai.sse import (
     NOT_FINISHED,
     Envelope,
@@ -47,6 +47,7 @@ async def prepare_chat(service: Service, body: bytes, caller: Caller) -> Prepare
         request.token_logprobs,
         prompt_logprobs=request.prompt_logprobs,
         bad_words=await text.bad_word_ids(request.bad_words),
+        constraint=await checked_constraint(text, request),
         names=_client_names(request),
     )
     runs = choice_runs(service, text, request, wanted, [prompt_ids], envelope.id, caller)

@@ -13,7 +13,7 @@ from server.openai.exchange import Prepared
 from server.openai.extras import ignored_params
 from server.openai.generation import Answer, ChoiceRun, Piece, Usage
 from server.openai.logprobs import IdNames, TokenNames, completion_logprobs, prompt_logprobs
-from server.openai.sampling import Wanted, check_prompt_values, choice_runs
+from server.openai.sampling import Wanted, check_prompt_values, checked_constraint, choice_runs
 from server.openai.sse import (
     NOT_FINISHED,
     Envelope,
@@ -47,6 +47,7 @@ async def prepare_completion(service: Service, body: bytes, caller: Caller) -> P
         prompt_logprobs=request.wanted_prompt_logprobs,
         echoes=await _echoes(text, request, prompts),
         bad_words=await text.bad_word_ids(request.bad_words),
+        constraint=await checked_constraint(text, request),
     )
     runs = choice_runs(service, text, request, wanted, prompts, envelope.id, caller)
     return Prepared(

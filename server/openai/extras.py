@@ -18,7 +18,6 @@ SILENT = frozenset(
 """Bookkeeping of the client's, without any claim on the output (parallel_tool_calls has none without tools)."""
 
 NO_EFFECT: dict[str, tuple[object, ...]] = {
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
@@ -45,11 +44,7 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "echo": (False,),
     "logprob_token_ids": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": ({},),
+    "guided_whitespace_pattern": (),
     "json_schema": (),
     "grammar": (),
     "regex": (),

@@ -124,6 +124,9 @@ AllowedTokens = Annotated[
     ),
 ]
 
+Schema = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})]
+"""A JSON schema or its text: a union would name its branches in error messages, so constraints.py looks at it."""
+
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
@@ -161,6 +164,12 @@ class GenerationBody(BaseModel):
     bad_words: BadWords = []
     allowed_token_ids: AllowedTokens = None
     prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Schema = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False
@@ -185,10 +194,15 @@ class GenerationBody(BaseModel):
 
 
 def without_nulls(body: Any) -> Any:  # noqa: ANN401  (parsed JSON)
-    """Return the body without null members, its own and those of its direct members: null means absent."""
+    """Return the body without null members, its own and those of its direct members: null means absent. A JSON schema
+    stays as it is: there it may be a value."""
     if not isinstance(body, dict):
         return body
-    return {name: _drop_nulls(value) for name, value in body.items() if value is not None}
+    return {
+        name: value if name == "guided_json" else _drop_nulls(value)
+        for name, value in body.items()
+        if value is not None
+    }
 
 
 def _drop_nulls(value: Any) -> Any:  # noqa: ANN401  (parsed JSON)

@@ -12,8 +12,9 @@ from engine.errors import RequestError
 from engine.protocol import EngineInfo, GenerateRequest, SamplingParams
 from engine.text.machine import TextMachine
 from engine.text.stops import StopStrings
-from engine.validation import validate
+from engine.validation import check_grammar, validate
 from server.access.record import Caller
+from server.openai.constraints import Constraint, constraint_of
 from server.openai.echo import Echo
 from server.openai.fields import INT64, GenerationBody
 from server.openai.generation import ChoiceRun
@@ -37,6 +38,7 @@ class Wanted:
     prompt_logprobs: int | None = None
     echoes: Sequence[Echo] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    constraint: Constraint | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -70,6 +72,7 @@ def choice_runs(
             cache_scope=service.cache_scope(caller.tenant, body.cache_salt),
             priority=body.priority,
             prompt_logprobs=wanted.prompt_logprobs,
+            grammar=None if wanted.constraint is None else wanted.constraint.grammar,
             deadline_unix_s=caller.deadline_unix_s,
         )
         checked = _checked(base, text.info, wanted.names)
@@ -91,6 +94,19 @@ def choice_runs(
             run = ChoiceRun(len(runs), service.engine, request, machine, echo=echo, wants_ids=body.return_token_ids)
             runs.append(run)
     return runs
+
+
+async def checked_constraint(text: TextService, body: GenerationBody) -> Constraint | None:
+    """Return what the output has to be, compiled once to see that it can be. Raises RequestError naming the field."""
+    constraint = constraint_of(body)
+    if constraint is not None:
+        try:
+            check_grammar(constraint.grammar)
+            await text.compile(constraint.grammar)
+        except RequestError as error:
+            message = f"'{constraint.param}' is no constraint that can be used: {error}"
+            raise RequestError(message, param=constraint.param, code=error.code) from error
+    return constraint
 
 
 def check_prompt_values(prompt_tokens: int, alternatives: int) -> None:

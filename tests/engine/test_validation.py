@@ -176,7 +176,6 @@ def test_resumed_tokens_must_leave_one_to_generate() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "param"),
     [
-        ("grammar", Grammar("json_object", ""), "response_format"),
         ("kv_ticket", KVTicket(address="a", request_id="r", generation=1, tokens=1, expires_unix_s=0), "kv_ticket"),
         ("mode", "prefill_only", "mode"),
     ],
@@ -185,6 +184,13 @@ def test_what_the_engine_cannot_do_is_refused(field: str, value: object, param: 
     with pytest.raises(UnsupportedError) as caught:
         validate(make_request(**{field: value}), INFO)  # type: ignore[arg-type]
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("source", ["a" * 200_000, "\ud800"])
+def test_a_grammar_is_bounded_and_made_of_characters(source: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        validate(make_request(grammar=Grammar("regex", source)), INFO)
+    assert caught.value.param == "structured_outputs"
 
 
 def test_a_valid_request_without_open_limits_is_returned_as_it_is() -> None:
