@@ -65,7 +65,8 @@ def _owns(source: Source, model: str) -> bool:
     try:
         return source.owns(model)
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be entered, a home of nobody
-        raise ModelError(f"model {model[:200]!r} cannot be looked for: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"model {model[:200]!r} cannot be looked for: {reason}") from error
 
 
 def find_model(model: str, on_progress: Progress) -> FoundModel:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from engine.layers.rotary import RopeSettings
 
 MAX_LAYERS = 4096
+MAX_HEAD_DIM = 2**16
 MAX_SIZE = 2**31 - 1
 """Far above any model. What a damaged or hostile file claims is refused before memory is asked for."""
 
@@ -44,7 +45,7 @@ class LlamaConfig:
         sizes = (self.vocab_size, self.hidden_size, self.intermediate_size, self.layers, self.heads, self.kv_heads)
         if min(*sizes, self.head_dim, self.max_positions) < 1:
             return "a size is not positive"
-        if max(*sizes, self.head_dim, self.max_positions) > MAX_SIZE or self.layers > MAX_LAYERS:
+        if max(*sizes, self.max_positions) > MAX_SIZE or self.layers > MAX_LAYERS or self.head_dim > MAX_HEAD_DIM:
             return "a size is out of range"
         if self.heads % self.kv_heads:
             return f"{self.heads} query heads are not a multiple of {self.kv_heads} key/value heads"

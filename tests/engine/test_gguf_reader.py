@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -137,7 +138,9 @@ CORRUPT: dict[str, tuple[Callable[[], bytes], str]] = {
     "lying pair count": (lambda: gguf_bytes(pair_count=2**60), "GGUF file"),
     "unknown value type": (lambda: gguf_bytes(pairs=[pair("x", 99, b"")]), "unknown value type 99"),
     "nested array": (lambda: gguf_bytes(pairs=[pair("x", 9, struct.pack("<IQ", 9, 1) * 2)]), "unknown value type 9"),
-    "huge array": (lambda: gguf_bytes(pairs=[pair("x", 9, struct.pack("<IQ", 4, 2**61))]), "truncated"),
+    "huge array": (lambda: gguf_bytes(pairs=[pair("x", 9, struct.pack("<IQ", 4, 2**61))]), f"array of {2**61} items"),
+    "huge array of strings": (lambda: gguf_bytes(pairs=[pair("x", 9, struct.pack("<IQ", 8, 2**60))]), "array of"),
+    "array longer than the file": (lambda: gguf_bytes(pairs=[pair("x", 9, struct.pack("<IQ", 4, 2**20))]), "truncated"),
     "huge string": (lambda: gguf_bytes(pairs=[string("x") + struct.pack("<IQ", 8, 2**63)]), "truncated"),
     "not utf-8": (lambda: gguf_bytes(pairs=[pair("x", 8, struct.pack("<Q", 1) + b"\xff")]), "not UTF-8"),
     "double key": (lambda: gguf_bytes(pairs=[PAIRS[1], PAIRS[1]]), "'answer' appears twice"),
@@ -189,6 +192,12 @@ def test_a_flipped_byte_never_escapes_the_error_tree(tmp_path: Path) -> None:
         except ModelError:
             refused += 1
     assert refused > 100
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match="not a regular file"):
+        GGUFFile(tmp_path / "model.gguf")
 
 
 def test_a_missing_file_is_a_model_error(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.loader.load import LoadedModel, load_model
 from engine.loader.safetensors import SafetensorsCheckpoint
+from engine.runner.build import build_engine
 from tests.support.loading import load
 from tests.support.tiny_models import CHAT_TEMPLATE, write_json, write_tiny_llama
 
@@ -159,6 +162,36 @@ def index(weight_map: object) -> Callable[[Path], None]:
     return apply
 
 
+def pipe(name: str) -> Callable[[Path], None]:
+    def apply(model: Path) -> None:
+        (model / name).unlink(missing_ok=True)
+        os.mkfifo(model / name)
+
+    return apply
+
+
+def device(name: str) -> Callable[[Path], None]:
+    def apply(model: Path) -> None:
+        (model / name).unlink(missing_ok=True)
+        (model / name).symlink_to("/dev/zero")
+
+    return apply
+
+
+def tokenizer(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(model: Path) -> None:
+        content = json.loads((model / "tokenizer.json").read_text())
+        edit(content)
+        write_json(model / "tokenizer.json", content)
+
+    return apply
+
+
+READ_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors",
+    "chat_template.jinja",
+)  # fmt: skip
+
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (drop("config.json"), "config.json: missing file"),
     "no tokenizer": (drop("tokenizer.json"), "tokenizer.json: missing file"),
@@ -217,6 +250,46 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no size": (setting(hidden_size=None), "'hidden_size' must be an integer"),
     "size is text": (setting(vocab_size="many"), "'vocab_size' must be an integer, not 'many'"),
     "negative size": (setting(num_hidden_layers=-1), "impossible model shape"),
+    "layers without end": (setting(num_hidden_layers=10**7), "impossible model shape: 10000000 layers"),
+    "layers that no file has": (setting(num_hidden_layers=500), "tensors are missing"),
+    "vocabulary without end": (setting(vocab_size=10**9), "has shape [260, 64], the model needs [1000000000, 64]"),
+    "width without end": (setting(intermediate_size=10**9), "the model needs [1000000000, 64]"),
+    "heads wider than their weights": (setting(head_dim=2**16), "the model needs [262144, 64]"),
+    "heads without end": (setting(head_dim=10**9), "a size is out of range"),
+    "size of 41 bits": (setting(hidden_size=2**40), "impossible model shape: a size is out of range"),
+    "size of 70 bits": (setting(hidden_size=2**70), "'hidden_size' is out of range"),
+    "positions without end": (setting(max_position_embeddings=10**12), "a size is out of range"),
+    "NaN for a number": (setting(rms_norm_eps=float("nan")), "'rms_norm_eps' must be finite"),
+    "infinite theta": (
+        setting(rope_parameters={"rope_type": "default", "rope_theta": float("inf")}),
+        "'rope_theta' must be finite",
+    ),
+    "BOS beyond the vocabulary": (
+        lambda model: (
+            change(model / "tokenizer_config.json", bos_token=None),
+            change(model / "config.json", bos_token_id=10**9),
+        ),
+        "BOS token 1000000000 is outside the vocabulary",
+    ),
+    "nested without end": (overwrite("config.json", b"[" * 100_000), "config.json: cannot be read as JSON"),
+    "number of 5000 digits": (overwrite("config.json", b'{"a": ' + b"9" * 5000 + b"}"), "cannot be read as JSON"),
+    "empty tokenizer": (overwrite("tokenizer.json", b"{}"), "The tokenizer cannot be read"),
+    "tokenizer without vocabulary": (overwrite("tokenizer.json", b'{"model": {"type": "BPE"}}'), "The tokenizer"),
+    "tokenizer with a negative id": (
+        tokenizer(lambda t: t["added_tokens"].append({**t["added_tokens"][0], "id": -5, "content": "x"})),
+        "The tokenizer cannot be read",
+    ),
+    "tokenizer with a giant id": (
+        tokenizer(lambda t: t["model"]["vocab"].update(giant=4 * 10**9)),
+        "a token of id 4000000000",
+    ),
+    "tokenizer without decoder": (tokenizer(lambda t: t.update(decoder=None)), "decoder none is not supported"),
+    "template that does not compile": (
+        lambda model: change(model / "tokenizer_config.json", chat_template="{% for %}"),
+        "template does not compile",
+    ),
+    **{f"{name} is a pipe": (pipe(name), "not a regular file") for name in READ_FILES},
+    **{f"{name} is a device": (device(name), "not a regular file") for name in READ_FILES},
     "end token is text": (setting(eos_token_id="</s>"), "'eos_token_id' must be a token id or a list"),
 }
 
@@ -230,6 +303,49 @@ def test_a_broken_directory_is_refused_in_one_line_that_names_the_file(model: Pa
     assert message in str(caught.value)
     assert str(model) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "/" + "a/" * 3000, "~nobody_of_this_name/model", "\0"])
+def test_a_name_that_no_file_can_have_is_one_line(name: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_model(EngineConfig(model=name, device="cpu"), lambda fraction, phase: None)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 6000
+
+
+@pytest.mark.parametrize("kind", ["/dev/zero", "pipe"])
+def test_a_model_or_a_template_that_is_no_regular_file_is_refused(model: Path, tmp_path: Path, kind: str) -> None:
+    path = Path(kind)
+    if kind == "pipe":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    with pytest.raises(ModelError, match="not a regular file"):
+        load(path)
+    config = EngineConfig(model=str(model), device="cpu", chat_template=str(path))
+    with pytest.raises(ConfigError, match="not a regular file"):
+        load_model(config, lambda fraction, phase: None)
+
+
+def test_end_tokens_without_a_logit_are_left_out(model: Path) -> None:
+    change(model / "config.json", eos_token_id=[2, 10**9])
+    change(model / "generation_config.json", eos_token_id=[3, 10**30])
+    assert load(model).eos_ids == (2, 3)
+
+
+def test_the_room_for_a_sequence_is_asked_for_before_memory_is(model: Path) -> None:
+    change(model / "config.json", max_position_embeddings=2**31 - 1)
+    with pytest.raises(ConfigError, match="one sequence of max_model_len 2147483647 needs"):
+        build_engine(EngineConfig(model=str(model), device="cpu"), lambda fraction, phase: None)
+
+
+@pytest.mark.parametrize("wrong", [{"top_p": 7}, {"top_k": -5}, {"temperature": -1.0}, {"temperature": 1e10}])
+def test_sampling_defaults_out_of_range_are_the_models_fault_and_not_each_requests(
+    model: Path, wrong: dict[str, float]
+) -> None:
+    change(model / "generation_config.json", **wrong)
+    config = EngineConfig(model=str(model), device="cpu", kv_cache_memory_bytes=1 << 24)
+    with pytest.raises(ModelError, match=f"sampling defaults are wrong: {next(iter(wrong))}"):
+        build_engine(config, lambda fraction, phase: None)
 
 
 def test_a_model_that_is_nowhere_lists_what_can_be_given() -> None:
