@@ -76,8 +76,8 @@ def test_rotate_and_write_kv_is_norm_then_rotation_then_write(device: torch.devi
     rotated = rotate_and_write_kv(
         qkv,
         batch.positions,
-        tables._cos,
-        tables._sin,
+        tables.cos,
+        tables.sin,
         caches[0],
         caches[1],
         batch.write_index,
