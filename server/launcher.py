@@ -195,8 +195,9 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"Cannot listen on host {host!r}: {error.strerror}.", hint="Try --host 127.0.0.1.") from error
+    except (socket.gaierror, ValueError) as error:  # the second for what is no name at all
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"Cannot listen on host {host[:200]!r}: {reason}.", hint="Try --host 127.0.0.1.") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

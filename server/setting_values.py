@@ -14,6 +14,9 @@ Kind = Literal["plain", "size", "duration"]
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
 _SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+MAX_DURATION_S = 1e8
+"""Three years: nobody waits longer, and the timers of an event loop end somewhere behind it."""
+MAX_DIGITS = 20
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 
@@ -38,9 +41,17 @@ def convert(raw: object, wanted: object, kind: Kind, choices: Sequence[str] = ()
     if allowed:
         return msgspec.convert(_parse_choice(raw, allowed), inner, strict=False)
     try:
-        return msgspec.convert(raw.strip() if isinstance(raw, str) else raw, inner, strict=False)
+        value: object = msgspec.convert(raw.strip() if isinstance(raw, str) else raw, inner, strict=False)
     except msgspec.ValidationError:
         raise ValueError(f"is not {_NAMES.get(inner, 'a valid value')}") from None
+    if isinstance(value, str) and not _is_unicode(value):
+        raise ValueError("is not Unicode text")
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Bytes of a flag or a variable that are no UTF-8 come as surrogates, which no JSON can carry on."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 _NAMES: dict[object, str] = {int: "a whole number", float: "a number", str: "text (put it in quotes)"}
@@ -66,7 +77,10 @@ def parse_size(raw: object) -> int:
     factor = (_UNITS | _BINARY_UNITS).get(match.group(2)) if match else None
     if match is None or factor is None:
         raise ValueError("is not a size such as 512MiB or 2GiB")
-    return int(float(match.group(1)) * factor) if "." in match.group(1) else int(match.group(1)) * factor
+    number = match.group(1)
+    if len(number) > MAX_DIGITS:
+        raise ValueError("is not a size that any machine has")
+    return int(float(number) * factor) if "." in number else int(number) * factor
 
 
 def parse_duration(raw: object) -> float:
@@ -74,7 +88,10 @@ def parse_duration(raw: object) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|)", _text(raw).strip().lower())
     if match is None:
         raise ValueError("is not a duration such as 30s, 5m or 1h")
-    return float(match.group(1)) * _SECONDS[match.group(2)]
+    seconds = float(match.group(1)) * _SECONDS[match.group(2)]
+    if seconds > MAX_DURATION_S:
+        raise ValueError(f"is not a duration of at most {MAX_DURATION_S:g} s")
+    return seconds
 
 
 def format_size(size_bytes: int) -> str:

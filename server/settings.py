@@ -6,7 +6,10 @@ that over the default. Every message names the flag, variable or key that it is 
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import get_type_hints
@@ -20,6 +23,7 @@ from server.setting_values import Kind, choices_of, convert, split_optional
 
 ENV_PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
+MAX_FILE_BYTES = 1024 * 1024
 OTHER_VARIABLES = frozenset(
     {CONFIG_VARIABLE, "HEADRACE_CACHE_DIR", "HEADRACE_STATE_DIR", "HEADRACE_URL", "HEADRACE_API_KEY"}
     | {"HEADRACE_API_KEYS", "HEADRACE_ADMIN_KEY"}
@@ -308,7 +312,7 @@ def parse(setting: Setting, raw: Raw) -> object:
     try:
         value = convert(raw.value, setting.type, setting.kind, setting.choices)
     except ValueError as error:
-        shown = "" if raw.value is None else f" {str(raw.value)!r}"
+        shown = "" if raw.value is None else f" {_short(raw.value)}"
         raise ConfigError(f"{raw.source}:{shown} {error}.", hint=_closest_choice(setting, raw.value)) from None
     if isinstance(value, int | float) and not isinstance(value, bool):
         if setting.low is not None and value < setting.low:
@@ -316,6 +320,14 @@ def parse(setting: Setting, raw: Raw) -> object:
         if setting.high is not None and value > setting.high:
             raise ConfigError(f"{raw.source}: {raw.value!s} is too large; the most is {setting.high:g}.")
     return value
+
+
+def _short(value: object) -> str:
+    """A value as it was written, if it is not too long. Aliases make a few lines of YAML as long as one likes."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 200
+    short.maxlevel = 2
+    return short.repr(value if isinstance(value, str | list | dict) else str(value))
 
 
 def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Raw], list[str]]:
@@ -340,14 +352,13 @@ def read_file(path: Path) -> dict[str, Raw]:
     import yaml
 
     try:
-        content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content: object = yaml.safe_load(_read_text(path))
     except OSError as error:
         raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror or error}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or "it is not UTF-8 text"
-        raise ConfigError(f"The configuration file {path}{place} is not valid YAML: {problem}.") from None
+        raise ConfigError(f"The configuration file {path}{place} is not valid YAML: {_problem(error)}.") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -363,6 +374,23 @@ def read_file(path: Path) -> dict[str, Raw]:
     return found
 
 
+def _read_text(path: Path) -> str:
+    """A pipe is welcome (`--config <(...)`), a source without end is not."""
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    return data.decode("utf-8")
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    return str(getattr(error, "problem", None) or error).splitlines()[0]
+
+
 def did_you_mean(name: str, known: Mapping[str, object]) -> str:
     """A sentence with a space before it, or nothing when no known name is close."""
     from difflib import get_close_matches
@@ -372,7 +400,7 @@ def did_you_mean(name: str, known: Mapping[str, object]) -> str:
 
 
 def _closest_choice(setting: Setting, raw: object) -> str | None:
-    return did_you_mean(str(raw).lower(), dict.fromkeys(setting.allowed)).strip() or None
+    return did_you_mean(_short(raw).strip("'").lower(), dict.fromkeys(setting.allowed)).strip() or None
 
 
 def metavar(setting: Setting) -> str:

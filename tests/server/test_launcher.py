@@ -255,9 +255,11 @@ def test_a_port_in_use_is_one_clear_line() -> None:
         assert caught.value.hint is not None
 
 
-def test_an_unknown_host_is_one_clear_line() -> None:
-    with pytest.raises(ConfigError, match="Cannot listen on host"):
-        listen("no.such.host.invalid", 0)
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "not a host!!", "a" * 5000, "a\0b", "\ud800", "a..b"])
+def test_an_unknown_host_is_one_clear_line(host: str) -> None:
+    with pytest.raises(ConfigError, match="Cannot listen on host") as caught:
+        listen(host, 0)
+    assert len(str(caught.value)) < 500
 
 
 def test_pauses_double_to_a_limit_and_begin_anew_after_a_healthy_life() -> None:

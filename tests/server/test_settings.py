@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import pytest
@@ -131,6 +133,12 @@ def test_message_names_the_flag_the_variable_or_the_key(tmp_path: Path) -> None:
         ("kv-cache-memory", "0"),
         ("drain-timeout", "soon"),
         ("drain-timeout", "nan"),
+        ("drain-timeout", "1e9h"),
+        ("keep-alive", "9" * 400 + "h"),
+        ("keep-alive", "2000000h"),
+        ("max-body", "9" * 40 + "TiB"),
+        ("host", "a\udcffb"),
+        ("served-model-name", "\ud800"),
         ("request-timeout", "0"),
         ("prefix-cache", "perhaps"),
         ("log-level", "loud"),
@@ -168,12 +176,43 @@ def test_key_given_twice_in_both_spellings_is_refused(tmp_path: Path) -> None:
     assert "twice" in str(refused({"config": write(tmp_path / "h.yaml", "max-body: 1MB\nmax_body: 2MB\n")}))
 
 
-@pytest.mark.parametrize("text", ["a: [1\n", "- port\n", "just words\n", "port: !!python/object:os.system x\n"])
+# Nine lists of nine of the list before: a value of a billion letters in ten lines.
+LAUGHS = "log-level: [&a [x]" + "".join(
+    f", &{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in zip("abcdefghi", "bcdefghij", strict=True)
+) + "]\n"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [1\n",
+        "- port\n",
+        "just words\n",
+        "port: !!python/object:os.system x\n",
+        "port: " + "[" * 3000 + "]" * 3000 + "\n",
+        "port: " + "9" * 5000 + "\n",
+        'port: "\\ud800"\n',
+        "port: 1\0\n",
+        "? [a, b]\n: 1\n",
+        LAUGHS,
+        "log-level: &a [*a]\n",
+    ],
+)
 def test_file_that_is_no_mapping_of_plain_values_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     file = write(tmp_path / "h.yaml", text)
     message = str(refused({"config": file}))
     assert file in message
     assert "\n" not in message
+
+
+def test_a_file_without_end_is_refused_and_a_pipe_is_read(tmp_path: Path) -> None:
+    assert "File too large" in str(refused({"config": "/dev/zero"}))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = Thread(target=pipe.write_text, args=("port: 77\n",))
+    writer.start()
+    assert read({"config": str(pipe)}).port == 77
+    writer.join()
 
 
 def test_missing_file_and_binary_file_are_refused(tmp_path: Path) -> None:
