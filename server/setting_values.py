@@ -111,7 +111,7 @@ def _text(raw: object) -> str:
 def _parse_switch(raw: object) -> bool:
     if isinstance(raw, bool):
         return raw
-    text = str(raw).strip().lower()
+    text = _text(raw).strip().lower()
     if text in _TRUE:
         return True
     if text in _FALSE:
@@ -120,7 +120,7 @@ def _parse_switch(raw: object) -> bool:
 
 
 def _parse_choice(raw: object, allowed: Sequence[str]) -> str:
-    text = str(raw).strip().lower()
+    text = _text(raw).strip().lower()
     if text not in allowed:
         raise ValueError(f"is not one of {', '.join(allowed)}")
     return text
