@@ -363,8 +363,8 @@ def test_numerics_and_back_ends_that_a_device_lacks_raise_instead_of_falling_bac
     from engine.attention.registry import choose
     from engine.layers.row_ops import row_ops
 
-    with pytest.raises(ConfigError, match="not available on device 'cuda'"):
-        row_ops("invariant", torch.device("cuda"))
+    with pytest.raises(ConfigError, match="not available on device 'mps'"):
+        row_ops("invariant", torch.device("mps"))
     with pytest.raises(ConfigError, match="'torch' is not available"):
         choose(torch.device("cpu"), "invariant", "torch")
     with pytest.raises(ConfigError, match="not available"):
