@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from engine.errors import PressureError, PromptTooLongError, RequestError, UnsupportedError
@@ -24,6 +25,8 @@ T = TypeVar("T")
 
 THREADS = 2
 MAX_QUEUED = 512
+MAX_COUNTED_CHARACTERS = 1_000_000
+"""Of a text that is tokenised for its own sake and not to be run."""
 
 
 class TextService:
@@ -50,14 +53,15 @@ class TextService:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
 
-    async def prompts_ids(self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:
-        """Tokenise the raw prompts of one request; those that are token ids already stay as they are."""
+    async def prompts_ids(
+        self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool, to_run: bool = True
+    ) -> list[list[int]]:
+        """Tokenise the raw prompts of one request; those that are token ids already stay as they are. What is not
+        `to_run` need not fit the window."""
+        encode = partial(self._encode, param="prompt", add_bos=add_special_tokens, to_run=to_run)
 
         def encode_all() -> list[list[int]]:
-            return [
-                self._encode(prompt, "prompt", add_bos=add_special_tokens) if isinstance(prompt, str) else prompt
-                for prompt in prompts
-            ]
+            return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
         return await self.in_thread(encode_all)
 
@@ -78,6 +82,7 @@ class TextService:
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, object] | None = None,
+        to_run: bool = True,
     ) -> list[int]:
         """Render a conversation and tokenise it; the template itself writes the special tokens."""
         template = self.template
@@ -90,16 +95,20 @@ class TextService:
         def render_and_encode() -> list[int]:
             if not continue_final_message:
                 text = template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
-                return self._encode(text, "messages")
+                return self._encode(text, "messages", to_run=to_run)
             mark = secrets.token_hex(16) + " "  # not to be guessed by who writes the messages
             marked = [*messages[:-1], _with_mark(messages[-1], mark)]
             text = template.render(marked, add_generation_prompt=add_generation_prompt, variables=variables)
-            return self._encode(_cut_at_mark(text, mark), "messages")
+            return self._encode(_cut_at_mark(text, mark), "messages", to_run=to_run)
 
         return await self.in_thread(render_and_encode)
 
-    def _encode(self, text: str, param: str, *, add_bos: bool = False) -> list[int]:
+    def _encode(self, text: str, param: str, *, add_bos: bool = False, to_run: bool = True) -> list[int]:
         """Tokenise what may fit the window. A megabyte takes a second, so what cannot fit is refused by its length."""
+        if not to_run:
+            if len(text) > MAX_COUNTED_CHARACTERS:
+                raise RequestError(f"At most {MAX_COUNTED_CHARACTERS} characters are tokenised at once.", param=param)
+            return self.codec.encode(text, parse_special=True, add_bos=add_bos, param=param)
         window = sequence_window(self.info)
         least = -(-len(text) // self.codec.longest_token)
         if least > window:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
@@ -152,7 +152,7 @@ class GenerationBody(BaseModel):
     min_tokens: Annotated[Whole, Field(ge=0, lt=INT64)] = 0
     stop: Stop = []
     stop_token_ids: Annotated[
-        list[Annotated[Whole, Field(ge=0, lt=2**32)]], Field(max_length=MAX_STOP_TOKEN_IDS), FailFast()
+        list[Annotated[Whole, Field(ge=0, lt=2**32)]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
     ] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -168,7 +168,7 @@ class GenerationBody(BaseModel):
     structured_outputs: dict[str, Any] | None = None
     guided_json: Schema = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

@@ -25,6 +25,10 @@ MAX_PROMPT_VALUES = 500_000
 """Values in one answer: a second of work and some tens of megabytes."""
 
 
+MAX_ALLOWED_VALUES = 2**21
+"""Entries of `allowed_token_ids` over all choices of a request: eight choices with a vocabulary of 256 thousand."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What a route's own fields come to. `names` are the client's words for the engine's parameters.
@@ -56,6 +60,7 @@ def choice_runs(
     Choices of a prompt share a group and differ in their seed: choice j has seed + j. Without a seed of the client's
     each prompt draws its own, so that equal prompts of one request do not answer alike.
     """
+    _check_allowed_values(body, len(prompts))
     if wanted.prompt_logprobs is not None:
         check_prompt_values(sum(map(len, prompts)) * body.n, wanted.prompt_logprobs)
     sampling = sampling_params(body, wanted, text.info)
@@ -94,6 +99,18 @@ def choice_runs(
             run = ChoiceRun(len(runs), service.engine, request, machine, echo=echo, wants_ids=body.return_token_ids)
             runs.append(run)
     return runs
+
+
+def _check_allowed_values(body: GenerationBody, prompts: int) -> None:
+    """Each choice takes the list with it to the engine."""
+    allowed = len(body.allowed_token_ids or ())
+    if allowed * prompts * body.n > MAX_ALLOWED_VALUES:
+        raise RequestError(
+            f"{allowed} allowed_token_ids for each of {prompts * body.n} choices are more than {MAX_ALLOWED_VALUES}"
+            " in all: send fewer prompts at once.",
+            param="allowed_token_ids",
+            value=allowed,
+        )
 
 
 async def checked_constraint(text: TextService, body: GenerationBody) -> Constraint | None:

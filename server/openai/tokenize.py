@@ -19,7 +19,7 @@ async def tokenize(service: Service, body: bytes) -> Reply:
     ignored = ignored_text_params(request.model_extra or {})
     text = _text(service, request)
     ids = await (_prompt_ids(text, request) if request.messages is None else _chat_ids(text, request))
-    names = [text.codec.token_text(token) for token in ids] if request.return_token_strs else None
+    names = await text.in_thread(lambda: list(map(text.codec.token_text, ids))) if request.return_token_strs else None
     answer = {"count": len(ids), "max_model_len": text.info.max_model_len, "tokens": ids, "token_strs": names}
     return Reply(answer, ignored)
 
@@ -55,7 +55,7 @@ async def _prompt_ids(text: TextService, request: TokenizeBody) -> list[int]:
         if getattr(request, name):
             raise RequestError(f"'{name}' needs 'messages'.", param=name)
     add_special = request.add_special_tokens is not False
-    (ids,) = await text.prompts_ids([request.prompt], add_special_tokens=add_special)
+    (ids,) = await text.prompts_ids([request.prompt], add_special_tokens=add_special, to_run=False)
     return ids
 
 
@@ -70,5 +70,6 @@ async def _chat_ids(text: TextService, request: TokenizeBody) -> list[int]:
         [message.for_template() for message in request.messages or ()],
         add_generation_prompt=add_generation,
         continue_final_message=continues,
+        to_run=False,
     )
     return text.codec.encode("", parse_special=True, add_bos=True) + ids if request.add_special_tokens else ids

@@ -7,8 +7,10 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from server.openai.chat_body import Message
+from server.openai.chat_body import Messages
 from server.openai.fields import Whole
+
+MAX_TOKENS = 2**20
 
 
 class TextBody(BaseModel):
@@ -25,7 +27,7 @@ class TokenizeBody(TextBody):
     """
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
@@ -39,4 +41,4 @@ class TokenizeBody(TextBody):
 
 
 class DetokenizeBody(TextBody):
-    tokens: list[Annotated[Whole, Field(ge=0, lt=2**32)]]
+    tokens: Annotated[list[Annotated[Whole, Field(ge=0, lt=2**32)]], Field(max_length=MAX_TOKENS, fail_fast=True)]

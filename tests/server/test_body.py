@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from pydantic import BaseModel, ValidationError
 from starlette.types import Message
 
 from engine.errors import PressureError, RequestError
@@ -16,6 +17,7 @@ from server.openai.body import MAX_MEMBERS, MAX_STRINGS, parse_body
 from server.openai.chat_body import MAX_MESSAGES, ChatBody
 from server.openai.completion_body import CompletionBody
 from server.openai.fields import GenerationBody
+from server.openai.tokenize_body import DetokenizeBody, TokenizeBody
 from server.request_body import FREE_BYTES, HELD_BODIES, Body, BodyMemory
 
 SCOPE = {"headers": []}
@@ -85,6 +87,20 @@ async def test_a_long_list_of_faults_costs_one_message(body: bytes, model: type[
         await parse_body(body, model)
     assert caught.value.param == param
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("model", [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody])
+@pytest.mark.parametrize("wrong", [[None] * 1000, [-1.5] * 1000, [{"a": 1}] * 1000, ["a"] * 1000, [[]] * 1000])
+def test_no_field_keeps_a_fault_for_each_entry_of_a_list(model: type[BaseModel], wrong: list[object]) -> None:
+    faults = 0
+    for name in model.model_fields:
+        try:
+            model.model_validate({name: wrong})
+        except ValidationError as error:
+            faults += 1
+            of_field = [one for one in error.errors(include_input=False) if one["loc"][0] == name]
+            assert len(of_field) <= 2, name
+    assert faults == len(model.model_fields)
 
 
 class Sender:

@@ -134,3 +134,15 @@ async def test_of_many_requests_at_once_a_few_are_prepared_at_a_time(monkeypatch
         responses = await asyncio.gather(*(server.complete() for _ in range(3 * PREPARING)))
     assert {response.status_code for response in responses} == {200}
     assert 1 < most <= PREPARING
+
+
+async def test_allowed_tokens_are_bounded_over_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.openai.sampling.MAX_ALLOWED_VALUES", 60)
+    engine = FakeEngine()
+    async with serving(engine) as server:
+        fits = await server.complete(prompt=["a", "b"], n=3, allowed_token_ids=list(range(10)))
+        over = await server.complete(prompt=["a", "b"], n=3, allowed_token_ids=list(range(11)))
+    assert fits.status_code == 200, fits.text
+    assert over.status_code == 400
+    assert over.json()["error"]["param"] == "allowed_token_ids"
+    assert len(engine.seen) == 6

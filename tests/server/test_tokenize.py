@@ -74,6 +74,11 @@ async def test_detokenize_undoes_tokenize(server: ApiServer, text: str) -> None:
         ("/tokenize", {"prompt": 5}, 400, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, 400, "prompt"),
         ("/tokenize", {"prompt": "\ud800"}, 400, None),
+        ("/tokenize", {"prompt": "a" * 1_000_001}, 400, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 1_000_001}]}, 400, "messages"),
+        ("/tokenize", {"messages": [1] * 10_000}, 400, "messages[0]"),
+        ("/detokenize", {"tokens": [-1] * 10_000}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [1] * (2**20 + 1)}, 400, "tokens"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", {"messages": [{"role": "x", "content": "a"}]}, 400, "messages[0].role"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, None),
@@ -103,6 +108,14 @@ async def test_bad_input_is_refused_with_its_name_and_the_next_request_works(
     assert answer.json()["error"]["param"] == param
     assert (await server.client.get("/health")).status_code == 200
     assert (await server.post("/tokenize", {"prompt": "a"})).status_code == 200
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_text_longer_than_the_window_is_counted_all_the_same(server: ApiServer) -> None:
+    text = "x" * (3 * MAX_MODEL_LEN)
+    assert (await server.post("/tokenize", {"prompt": text})).json()["count"] >= len(text)
+    messages = [{"role": "user", "content": text}]
+    assert (await server.post("/tokenize", {"messages": messages})).json()["count"] >= len(text)
 
 
 @pytest.mark.asyncio(loop_scope="module")
