@@ -18,6 +18,7 @@ from server.openai.sse import (
     Envelope,
     Frame,
     encode_json,
+    encoded,
     event_json,
     finished,
     json_text,
@@ -116,17 +117,7 @@ class ChatFormat:
         return self._frame.with_usage(chunk, usage)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        choices = [
-            {
-                "index": answer.index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "logprobs": None if answer.tokens is None else chat_logprobs(answer.tokens, self._names),
-                "finish_reason": answer.finish_reason,
-                "stop_reason": answer.stop_reason,
-                **({} if answer.ids is None else {"token_ids": answer.ids}),
-            }
-            for answer in answers
-        ]
+        choices = [encoded(self._choice(answer)) for answer in answers]
         fields = self._envelope.fields("chat.completion")
         prompt = self._runs[0]
         if self._shows_ids:
@@ -134,6 +125,16 @@ class ChatFormat:
         if self._prompt_logprobs is not None:
             fields["prompt_logprobs"] = prompt_logprobs(prompt, self._prompt_logprobs, self._names)
         return encode_json({**fields, "choices": choices, "usage": usage_fields(usage)})
+
+    def _choice(self, answer: Answer) -> dict[str, object]:
+        return {
+            "index": answer.index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": None if answer.tokens is None else chat_logprobs(answer.tokens, self._names),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            **({} if answer.ids is None else {"token_ids": answer.ids}),
+        }
 
     def _logprobs(self, piece: Piece) -> bytes:
         return event_json(chat_logprobs(piece.tokens, self._names)) if piece.tokens else b"null"

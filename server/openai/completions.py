@@ -19,6 +19,7 @@ from server.openai.sse import (
     Envelope,
     Frame,
     encode_json,
+    encoded,
     event_json,
     finished,
     json_text,
@@ -115,19 +116,19 @@ class CompletionFormat:
         return self._frame.with_usage(chunk, usage)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        choices = [
-            {
-                "index": answer.index,
-                "text": answer.text,
-                "logprobs": None if answer.tokens is None else completion_logprobs(answer.tokens, self._names),
-                "finish_reason": answer.finish_reason,
-                "stop_reason": answer.stop_reason,
-                **self._prompt_fields(answer),
-            }
-            for answer in answers
-        ]
+        choices = [encoded(self._choice(answer)) for answer in answers]
         fields = self._envelope.fields("text_completion")
         return encode_json({**fields, "choices": choices, "usage": usage_fields(usage)})
+
+    def _choice(self, answer: Answer) -> dict[str, object]:
+        return {
+            "index": answer.index,
+            "text": answer.text,
+            "logprobs": None if answer.tokens is None else completion_logprobs(answer.tokens, self._names),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            **self._prompt_fields(answer),
+        }
 
     def _prompt_fields(self, answer: Answer) -> dict[str, object]:
         run = self._runs[answer.index]

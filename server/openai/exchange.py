@@ -31,6 +31,9 @@ Header = tuple[bytes, bytes]
 
 MAX_HEADER_CHARACTERS = 1024
 
+ENTRIES_ON_LOOP = 500
+"""Tokens with logprobs in one answer. Each takes up to 20 us to write: more of them would keep other streams back."""
+
 STREAM_HEADERS: list[Header] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -98,7 +101,10 @@ class GenerateEndpoint:
     async def _whole(self, prepared: Prepared, channel: Channel, clock: RequestClock) -> None:
         async with aclosing(merged(prepared.runs, clock)) as pieces:
             answers = await collect(pieces, len(prepared.runs))
-        await channel.send_json(200, prepared.format.whole(answers, usage_of(prepared.runs)))
+        write = partial(prepared.format.whole, answers, usage_of(prepared.runs))
+        entries = sum(len(answer.tokens or ()) for answer in answers)
+        entries += sum(len(run.prompt_logprobs or ()) for run in prepared.runs)
+        await channel.send_json(200, await asyncio.to_thread(write) if entries > ENTRIES_ON_LOOP else write())
 
     async def _stream(self, prepared: Prepared, channel: Channel, clock: RequestClock) -> None:
         text = prepared.format

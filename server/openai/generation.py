@@ -12,13 +12,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, TypeVar, cast
 
 from engine.errors import DeadlineError, RequestFailedError
 from engine.protocol import Engine, GenerateRequest, TokenLogprobs, TokenOutput
 from engine.text.machine import TextDelta, TextMachine
 from server.metrics import ServerMetrics
 from server.openai.echo import Echo
+
+T = TypeVar("T")
 
 StopReason = Literal["stop", "length"]
 
@@ -271,6 +273,14 @@ class Answer:
     ids: list[int] | None = None
 
 
+def _extended(whole: list[T] | None, part: list[T]) -> list[T]:
+    """In place: a new list for every token would take as long as all of them together."""
+    if whole is None:
+        return list(part)
+    whole += part
+    return whole
+
+
 async def collect(pieces: AsyncIterator[Piece], choices: int) -> list[Answer]:
     """Join the pieces of each choice."""
     texts: list[list[str]] = [[] for _ in range(choices)]
@@ -281,9 +291,9 @@ async def collect(pieces: AsyncIterator[Piece], choices: int) -> list[Answer]:
         answer.finish_reason = piece.finish_reason
         answer.stop_reason = piece.stop_reason
         if piece.tokens is not None:
-            answer.tokens = (answer.tokens or []) + piece.tokens
+            answer.tokens = _extended(answer.tokens, piece.tokens)
         if piece.ids is not None:
-            answer.ids = (answer.ids or []) + piece.ids
+            answer.ids = _extended(answer.ids, piece.ids)
     for answer, parts in zip(answers, texts, strict=True):
         answer.text = "".join(parts)
     return answers

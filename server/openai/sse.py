@@ -20,6 +20,11 @@ NOT_FINISHED = b'"finish_reason":null'
 encode_json = msgspec.json.encode
 
 
+def encoded(value: object) -> msgspec.Raw:
+    """A part of an answer, written already: what it was made of can go before the next part is made."""
+    return msgspec.Raw(encode_json(value))
+
+
 LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 """UTF-8 of Unicode's line ends, and their escapes: JSON allows them in strings, but some clients split lines there."""
 

@@ -146,3 +146,21 @@ async def test_allowed_tokens_are_bounded_over_all_choices(monkeypatch: pytest.M
     assert over.status_code == 400
     assert over.json()["error"]["param"] == "allowed_token_ids"
     assert len(engine.seen) == 6
+
+
+@pytest.mark.parametrize("entries_on_loop", [0, 10**9])
+async def test_an_answer_is_the_same_whether_it_is_written_on_the_loop_or_off_it(
+    monkeypatch: pytest.MonkeyPatch, entries_on_loop: int
+) -> None:
+    monkeypatch.setattr("server.openai.exchange.ENTRIES_ON_LOOP", entries_on_loop)
+    engine = FakeEngine()
+    async with serving(engine) as server:
+        answer = (await server.complete(n=2, seed=0, logprobs=2, echo=True)).json()
+        chat = (await server.chat(n=2, seed=0, logprobs=True, top_logprobs=2)).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    for choice in answer["choices"]:
+        assert "".join(choice["logprobs"]["tokens"][: len(choice["text"])]).startswith("Hi there")
+    for choice in chat["choices"]:
+        assert "".join(token["token"] for token in choice["logprobs"]["content"]).startswith(
+            choice["message"]["content"]
+        )
