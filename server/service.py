@@ -26,6 +26,9 @@ PREPARING = 32
 """Requests that are parsed and tokenised at once. Of thousands that arrive together the others wait, so that streams
 and probes get their turn in between."""
 
+PARTING = 64
+"""Requests that are ended at once because their clients left: a proxy that dies takes thousands with it."""
+
 
 class Service:
     """Opens before the model is ready and refuses its routes until then."""
@@ -40,6 +43,7 @@ class Service:
         self.traffic = Traffic()
         self.body_memory = BodyMemory(config.max_body_bytes)
         self.preparing = asyncio.Semaphore(PREPARING)
+        self.parting = asyncio.Semaphore(PARTING)
         self._readiness = readiness
         self._scope_secret = scope_secret
         self._text: TextService | None = None

@@ -147,7 +147,7 @@ async def answer_request(
             service.require_text()
         await body.read(scope, receive)
         work = service.traffic.start(_answer_or_tell(service, answer, body, channel))
-        await _while_connected(receive, work)
+        await _while_connected(receive, work, service.parting)
     except ClientGoneError as error:
         channel.record.error = error.code
         service.metrics.client_disconnects.inc()
@@ -259,12 +259,15 @@ class Channel:
                 self._streaming = True
 
 
-async def _while_connected(receive: Receive, work: asyncio.Task[None]) -> None:
-    """Wait for `work`; when the client leaves first, cancel it, wait until it has let go, and say so."""
+async def _while_connected(receive: Receive, work: asyncio.Task[None], parting: asyncio.Semaphore) -> None:
+    """Wait for `work`; when the client leaves first, cancel it in its turn, wait until it has let go, and say so."""
     gone = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
+            async with parting:
+                work.cancel()
+                await asyncio.wait((work,))
             raise ClientGoneError("The client closed its connection.")
         work.result()
     finally:
