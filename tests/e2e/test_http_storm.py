@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -35,7 +36,7 @@ async def wait_quiet(server: HeadraceServer, storm: Storm) -> None:
     assert load.requests_total.get("error", 0) == 0
     # Everything a client got to its end has ended in the engine, and nothing has ended that nobody asked for. A stop
     # string in the last token that was allowed is "stop" to the client and "length" to the engine.
-    ended = load.requests_total
+    ended = Counter(load.requests_total)
     assert ended["length"] >= tally.finished["length"]
     assert ended["length"] + ended["stop"] >= sum(tally.finished.values())
     assert sum(tally.finished.values()) < sum(ended.values()) <= tally.choices
