@@ -88,7 +88,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     `resume_ids` are output tokens that an earlier attempt emitted: they stay output tokens for positions, penalties,
     min/max tokens and offsets. `deadline_unix_s` is absolute, in seconds of the wall clock. Choices of one n > 1
     request share `group_id`. `cache_scope` (32 bytes) is the root of the request's block keys. Smaller `priority`
-    runs first. `traceparent` is W3C trace context.
+    runs first. `traceparent` is W3C trace context. `session_id` names the conversation for routing; engines ignore it.
     """
 
     request_id: str
@@ -105,6 +105,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     deadline_unix_s: float | None = None
     traceparent: str | None = None
     prompt_logprobs: int | None = None
+    session_id: str | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -319,6 +320,10 @@ class Lease(Protocol):
 
     @property
     def target(self) -> Target: ...
+
+    def first_output(self, output: TokenOutput) -> None:
+        """The target has answered: its prompt is computed, and `output.cached` tells how much of it was not."""
+        ...
 
     def release(self, outcome: Outcome) -> None: ...
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.errors import DeadlineError, HeadraceError, LoadingError, PressureError
-from engine.protocol import Engine, EngineInfo, GenerateRequest, Lease, Outcome
+from engine.protocol import Engine, EngineInfo, GenerateRequest, Lease, Outcome, TokenOutput
 
 PATIENCE_S = 120.0
 """How long a request without a deadline waits for an engine to come back."""
@@ -44,6 +44,9 @@ class StaticLease:
     def __init__(self, pool: StaticPool, target: StaticTarget) -> None:
         self.target = target
         self._pool: StaticPool | None = pool
+
+    def first_output(self, output: TokenOutput) -> None:
+        """Nothing here depends on it."""
 
     def release(self, outcome: Outcome) -> None:
         """Give the claim back. Only the first call counts."""

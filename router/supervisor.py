@@ -51,10 +51,14 @@ class Supervisor:
                 outcome: Outcome = "cancelled"
                 try:
                     async with aclosing(self._attempt(run, lease)) as stream:
+                        is_first = True
                         while True:
                             output = run.accept(await run.wait(stream.__anext__))
                             if output is None:
                                 continue
+                            if is_first:
+                                is_first = False
+                                lease.first_output(output)
                             if output.finish_reason is not None:
                                 outcome, run.engine = "ok", None
                             yield output

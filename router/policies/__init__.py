@@ -1,0 +1,1 @@
+"""Routing policies, each one cost function that returns its reasons."""

@@ -1,0 +1,1 @@
+"""Where workers say that they exist, and where gateways learn of them."""
