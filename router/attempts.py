@@ -11,9 +11,11 @@ import msgspec
 
 from engine.errors import (
     DeadlineError,
+    DrainingError,
     EngineDiedError,
     EngineError,
     HeadraceError,
+    LoadingError,
     PressureError,
     RequestError,
     RequestFailedError,
@@ -29,11 +31,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """How often one request is tried.
 
     A request that kills engines shows as faults without a token between them (`stalled_faults`); `faults` bounds the
-    rest. A started stream that finds no room is offered again `pressure_rounds` times, with growing pauses.
+    rest. One that finds no room is offered to `pressure_rechoices` other targets: when they are full as well, the pool
+    is. A started stream that finds no room is offered again `pressure_rounds` times, with growing pauses.
     """
 
     stalled_faults: int = 3
     faults: int = 16
+    pressure_rechoices: int = 2
     pressure_rounds: int = 30
     first_pause_s: float = 0.05
     max_pause_s: float = 2.0
@@ -65,6 +69,7 @@ class Run:
         self._attempt = request.attempt - 1
         self._faults = 0
         self._stalled_faults = 0
+        self._full_targets = 0
         self._pressure_rounds = 0
         self._suspects = suspects
         self._is_alone = False
@@ -111,18 +116,27 @@ class Run:
 
     def survive(self, error: HeadraceError, target_id: str) -> None:
         """Note how an attempt failed. Raises what ends the request, and returns when another attempt may follow."""
-        if not isinstance(error, EngineDiedError | PressureError):
+        if isinstance(error, RequestFailedError) or not isinstance(error, EngineError | PressureError):
             raise error
         if self.ended_by is not None:
             raise RunEnded
         if isinstance(error, PressureError):
             self.full.add(target_id)
+            if not isinstance(error, DrainingError | LoadingError):
+                self._full_targets += 1
+            if not self.has_started and self._full_targets > self._limits.pressure_rechoices:
+                raise error
             return
         self.faulty.add(target_id)
         self._faults += 1
         self._stalled_faults += 1
         if self._stalled_faults >= self._limits.stalled_faults or self._faults >= self._limits.faults:
             raise RequestFailedError(f"The request was given up: {self._faults} attempts lost their engine.") from error
+
+    def is_moved_by(self, error: HeadraceError) -> bool:
+        """Whether the next attempt only moves work: the first that follows a death. The dead engine does nothing more
+        for this request, so the fleet has no more to do than before."""
+        return isinstance(error, EngineDiedError) and self._stalled_faults == 1
 
     def pause_for_room(self, error: PressureError) -> float:
         """Return for how long a started stream waits before it asks a full pool again; any other request is refused."""

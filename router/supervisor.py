@@ -18,6 +18,8 @@ from engine.errors import DeadlineError, EngineDiedError, HeadraceError, Pressur
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, Lease, Outcome, Pool, Target, TokenOutput
 from router.attempts import Limits, Run, RunEnded, outcome_of
 from router.fleet import describe_any, drain_all, fetch_from_any, total_load
+from router.hedging import HedgedLease
+from router.retry_budget import RetryBudget
 
 
 class ListedPool(Pool, Protocol):
@@ -29,12 +31,15 @@ class ListedPool(Pool, Protocol):
 
 class Supervisor:
     """`counters` are cumulative: "attempts", and by what an attempt failed with and another followed: "resumed" after
-    the first output, "retried" before it, "pressed" when the target had no room."""
+    the first output, "retried" before it, "pressed" when the target had no room. `hedge_after_s` asks a second target
+    when the first one has not answered for so long; None never does."""
 
-    def __init__(self, pool: ListedPool, *, limits: Limits | None = None) -> None:
+    def __init__(self, pool: ListedPool, *, limits: Limits | None = None, hedge_after_s: float | None = None) -> None:
         self.counters: Counter[str] = Counter()
+        self.retry_budget = RetryBudget()
         self._pool = pool
         self._limits = limits or Limits()
+        self._hedge_after_s = hedge_after_s
         self._runs: dict[str, Run] = {}
         self._suspects = asyncio.Lock()
 
@@ -120,6 +125,7 @@ class Supervisor:
     def _begin(self, request: GenerateRequest) -> Run:
         if request.request_id in self._runs:
             raise RequestError(f"Request {request.request_id} is running already.", param="request_id")
+        self.retry_budget.deposit()
         run = self._runs[request.request_id] = Run(request, self._limits, self._suspects)
         return run
 
@@ -128,13 +134,19 @@ class Supervisor:
         await run.step_forward()
         while True:
             try:
-                return await run.wait(lambda: self._pool.choose(run.request, run.full | run.faulty))
+                return self._hedge(run, await run.wait(lambda: self._pool.choose(run.request, run.full | run.faulty)))
             except PressureError as error:
                 if run.faulty:
                     run.faulty.clear()
                     continue
                 pause_s = run.pause_for_room(error)
             await run.wait(partial(asyncio.sleep, pause_s))
+
+    def _hedge(self, run: Run, lease: Lease) -> Lease:
+        if self._hedge_after_s is None or run.has_started:
+            return lease
+        others = run.full | run.faulty | {lease.target.target_id}
+        return HedgedLease(lease, lambda: self._pool.choose(run.request, others), self._hedge_after_s)
 
     def _attempt(self, run: Run, lease: Lease) -> _ClosableStream:
         self.counters["attempts"] += 1
@@ -144,8 +156,14 @@ class Supervisor:
     def _follow_up(self, run: Run, error: HeadraceError, lease: Lease) -> None:
         """Note a failed attempt; raises when no other follows."""
         run.survive(error, lease.target.target_id)
-        after_fault = "resumed" if run.has_started else "retried"
-        self.counters["pressed" if isinstance(error, PressureError) else after_fault] += 1
+        if isinstance(error, PressureError):
+            self.counters["pressed"] += 1
+        elif run.has_started:
+            self.counters["resumed"] += 1
+        elif run.is_moved_by(error) or self.retry_budget.withdraw():
+            self.counters["retried"] += 1
+        else:
+            raise PressureError("Too many requests are being tried again already.") from error
 
 
 class _ClosableStream(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -15,12 +15,13 @@ from engine.errors import (
     DeadlineError,
     DrainingError,
     EngineDiedError,
+    EngineError,
     LoadingError,
     PressureError,
     RequestError,
     RequestFailedError,
 )
-from engine.protocol import GenerateRequest, SamplingParams, TokenOutput
+from engine.protocol import GenerateRequest, Lease, SamplingParams, TokenOutput
 from engine.wire.merge import merge_outputs
 from router.pool import StaticPool, StaticTarget
 from tests.support.cue_engine import Act, CueEngine, Stage, die, die_for_good, hang, refuse
@@ -173,6 +174,57 @@ async def test_a_stream_that_has_started_waits_for_room() -> None:
     with pytest.raises(PressureError):
         await stage.collect(request())
     stage.assert_clean()
+
+
+async def test_pressure_re_chooses_twice_at_most() -> None:
+    stage = Stage(*(CueEngine([(0, refuse(PressureError("full")))]) for _ in range(4)), CueEngine())
+    with pytest.raises(PressureError):
+        await stage.collect(request())
+    assert stage.supervisor.counters == {"attempts": 3, "pressed": 2}
+
+
+async def test_any_number_of_draining_targets_is_passed_over() -> None:
+    stage = Stage(*(CueEngine([(0, refuse(DrainingError("draining")))]) for _ in range(4)), CueEngine())
+    assert_whole(await stage.collect(request()), 1, 20)
+
+
+async def test_a_fault_that_is_no_death_is_tried_again_too() -> None:
+    stage = Stage(CueEngine([(0, refuse(EngineError("no answer")))]), CueEngine())
+    assert_whole(await stage.collect(request()), 1, 20)
+    assert stage.supervisor.retry_budget.balance == 99
+
+
+async def test_the_first_retry_after_a_death_costs_nothing() -> None:
+    stage = Stage(CueEngine([(0, die)]), CueEngine([(0, die)]), CueEngine())
+    before = stage.supervisor.retry_budget.balance
+    assert_whole(await stage.collect(request()), 1, 20)
+    assert stage.supervisor.retry_budget.balance == before - 1
+
+
+async def test_without_budget_a_fault_is_told_and_a_started_stream_still_goes_on() -> None:
+    broken = refuse(EngineError("no answer"))
+    stage = Stage(CueEngine([(0, broken), (5, broken)]), CueEngine())
+    while stage.supervisor.retry_budget.withdraw():
+        continue
+    with pytest.raises(PressureError):
+        await stage.collect(request())
+    assert_whole(await stage.collect(request()), 1, 20)
+    stage.assert_clean()
+
+
+async def test_the_lease_learns_of_each_attempts_first_output() -> None:
+    stage = Stage(CueEngine([(3, die), (0, die)]))
+    firsts: list[int] = []
+    choose = stage.pool.choose
+
+    async def watched(wanted: GenerateRequest, exclude: Collection[str]) -> Lease:
+        lease = await choose(wanted, exclude)
+        lease.first_output = lambda output: firsts.append(output.offset)  # type: ignore[method-assign]
+        return lease
+
+    stage.pool.choose = watched  # type: ignore[method-assign]
+    await stage.collect(request())
+    assert firsts == [0, 3]
 
 
 async def test_a_draining_target_is_passed_over() -> None:

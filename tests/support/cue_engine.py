@@ -118,10 +118,12 @@ def refuse(error: Exception) -> Act:
 class Stage:
     """Targets t0, t1, ... in one pool, and the supervisor in front of it."""
 
-    def __init__(self, *engines: CueEngine, **limits: Any) -> None:  # noqa: ANN401
+    def __init__(self, *engines: CueEngine, hedge_after_s: float | None = None, **limits: Any) -> None:  # noqa: ANN401
         self.engines = engines
         self.pool = StaticPool([StaticTarget(f"t{n}", engine) for n, engine in enumerate(engines)], patience_s=20)
-        self.supervisor = Supervisor(self.pool, limits=Limits(first_pause_s=0.001, max_pause_s=0.002, **limits))
+        self.supervisor = Supervisor(
+            self.pool, limits=Limits(first_pause_s=0.001, max_pause_s=0.002, **limits), hedge_after_s=hedge_after_s
+        )
 
     async def collect(self, request: GenerateRequest) -> list[TokenOutput]:
         return [output async for output in self.supervisor.generate(request)]
