@@ -46,10 +46,11 @@ async def total_load(targets: Sequence[Target]) -> EngineLoad:
             failure = error
     if not loads:
         raise failure
-    return _sum_loads(loads)
+    return sum_loads(loads)
 
 
-def _sum_loads(loads: Sequence[EngineLoad]) -> EngineLoad:
+def sum_loads(loads: Sequence[EngineLoad]) -> EngineLoad:
+    """Return one load for several engines: sums, and "draining" when all of them do."""
     requests: Counter[str] = Counter()
     for load in loads:
         requests.update(load.requests_total)

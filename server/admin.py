@@ -31,13 +31,15 @@ class AbortBody(BaseModel):
 
 async def drain(service: Service, body: bytes) -> Reply:
     """Take no new requests and let the running ones finish. There is no way back but a restart."""
-    await service.engine.drain()
+    for model in service.models.served():
+        await model.engine.drain()
     logger.info("draining, as an operator asked")
     return Reply({"status": "draining"})
 
 
 async def reset_prefix_cache(service: Service, body: bytes) -> Reply:
-    await _admin(service).reset_prefix_cache()
+    for admin in _admins(service):
+        await admin.reset_prefix_cache()
     logger.info("the prefix cache was reset, as an operator asked")
     return Reply({"status": "ok"})
 
@@ -45,7 +47,7 @@ async def reset_prefix_cache(service: Service, body: bytes) -> Reply:
 async def abort(service: Service, body: bytes) -> Reply:
     """End a client's request with all its choices. One that has ended already is no error: it counts as 0."""
     request = await parse_body(body, AbortBody)
-    aborted = await _admin(service).abort_requests(request.request_id)
+    aborted = sum([await admin.abort_requests(request.request_id) for admin in _admins(service)])
     logger.info("an operator ended a request", extra={"answer": request.request_id, "choices": aborted})
     return Reply({"request_id": request.request_id, "aborted": aborted})
 
@@ -57,7 +59,8 @@ ADMIN_ROUTES: Mapping[str, Answer] = {
 }
 
 
-def _admin(service: Service) -> Admin:
-    if service.admin is None:
+def _admins(service: Service) -> list[Admin]:
+    admins = [model.admin for model in service.models.served() if model.admin is not None]
+    if not admins:
         raise UnsupportedError("This server's engine has no such operation.")
-    return service.admin
+    return admins

@@ -30,7 +30,7 @@ from server.connection import Connection, raise_fd_limit
 from server.health import ServiceState
 
 if TYPE_CHECKING:
-    from server.service import Service
+    from server.served_model import ServedModel
 
 CLOSE_TIMEOUT_S = 2
 """For connections that do not close although nothing runs on them."""
@@ -111,14 +111,15 @@ class DrainingServer(uvicorn.Server):
 async def serve(spec: ApiSpec) -> None:
     # Imported late: prometheus_client decides at import whether its counters are shared between processes.
     from server.app import build_app
+    from server.served_model import ServedModel
+    from server.service import OneModel
 
     remote = RemoteEngine(spec.core_address)
     remote.open()
     engine = Supervisor(StaticPool([StaticTarget(spec.core_address, remote)]))
-    app = build_app(
-        engine, config=spec.config, state=RemoteReadiness(remote), credentials=spec.credentials, admin=remote
-    )
-    freezing = asyncio.create_task(_freeze_once_open(app.state.service))
+    model = ServedModel(engine, RemoteReadiness(remote), admin=remote)
+    app = build_app(OneModel(model), config=spec.config, credentials=spec.credentials)
+    freezing = asyncio.create_task(_freeze_once_open(model))
     try:
         with socket.socket(fileno=spec.listen_fd) as listener:
             await DrainingServer(app, spec.config).serve([listener])
@@ -127,10 +128,10 @@ async def serve(spec: ApiSpec) -> None:
         remote.close()
 
 
-async def _freeze_once_open(service: Service) -> None:
+async def _freeze_once_open(model: ServedModel) -> None:
     """Spare the garbage collector what lives as long as the process: walking through the libraries' objects again and
     again would take a tenth of a second from every stream each time."""
-    await service.opened.wait()
+    await model.opened.wait()
     gc.collect()
     gc.freeze()
 

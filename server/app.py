@@ -12,14 +12,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.errors import HeadraceError
-from engine.protocol import Admin, Engine, EngineLoad
+from engine.protocol import EngineLoad
 from server.access.credentials import Credentials
 from server.access.guard import Guard, Keys
 from server.access.log import AccessLog
 from server.admin import ADMIN_ROUTES
 from server.config import ServeConfig
 from server.errors import reply_to
-from server.health import Readiness, health_routes
+from server.health import health_routes
 from server.metrics import CONTENT_TYPE
 from server.middleware import EdgeMiddleware
 from server.openai.chat import prepare_chat
@@ -29,40 +29,32 @@ from server.openai.json_endpoint import JsonEndpoint
 from server.openai.models import model_routes
 from server.openai.schema import describe_bodies
 from server.openai.tokenize import TEXT_ROUTES
-from server.service import Service
+from server.service import Models, Service
 from server.version import VERSION
 
 SCRAPE_TIMEOUT_S = 2.0
 """Of the engine's part of /metrics: a busy engine costs a scrape its gauges, not its answer."""
 
 
-def build_app(
-    engine: Engine,
-    *,
-    config: ServeConfig,
-    state: Readiness,
-    credentials: Credentials | None = None,
-    admin: Admin | None = None,
-) -> FastAPI:
-    """Return the application. It answers at once; model routes are refused until `state` is ready.
+def build_app(models: Models, *, config: ServeConfig, credentials: Credentials | None = None) -> FastAPI:
+    """Return the application. It answers at once; model routes are refused until a model is ready.
 
     `app.state.service` holds the Service, whose `traffic.drain()` the process calls when it is told to end.
-    `credentials` have the keys and the secret that keeps caches apart; processes of one server share them. `admin` is
-    for the operator's routes, which are refused without it.
+    `credentials` have the keys and the secret that keeps caches apart; processes of one server share them.
     """
     credentials = credentials or Credentials()
-    service = Service(engine, config, state, bytes.fromhex(credentials.scope_secret), admin)
+    service = Service(models, config, bytes.fromhex(credentials.scope_secret))
     keys = Keys(credentials, config)
     access_log = None if config.access_log is None else AccessLog(config.access_log)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.start()
+        await models.start()
         watch = None if keys.file is None else asyncio.create_task(keys.file.watch())
         yield
         if watch is not None:
             watch.cancel()
-        await service.close()
+        await models.close()
         if access_log is not None:
             await asyncio.to_thread(access_log.close)
 
@@ -98,7 +90,7 @@ def _metrics_route(service: Service) -> APIRouter:
         load: EngineLoad | None = None
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-                load = await service.engine.load()
+                load = await service.load()
         except (HeadraceError, TimeoutError):
             pass  # loading, restarting or busy: the HTTP layer's own metrics are still worth having
         return Response(service.metrics.scrape(load), headers={"content-type": CONTENT_TYPE})

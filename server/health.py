@@ -63,6 +63,6 @@ def health_routes(service: Service) -> APIRouter:
 
     @router.get("/load", summary="What the engine is doing now")
     async def load(request: Request) -> Response:
-        return _json(await service.engine.load())
+        return _json(await service.load())
 
     return router

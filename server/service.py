@@ -1,26 +1,24 @@
-"""What all routes share: the engine, the model's text, metrics, running requests. Owned by the app's lifespan."""
+"""What all routes share: the served models, metrics, running requests. Owned by the app's lifespan."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
+from collections.abc import Sequence
+from typing import Protocol
 
-from engine.errors import EngineError, HeadraceError, LoadingError, PressureError
-from engine.protocol import Admin, Engine
+from engine.errors import HeadraceError, LoadingError, RequestError
+from engine.protocol import EngineLoad
 from kvstore.keys import PUBLIC_SCOPE, tenant_scope
+from router.fleet import sum_loads
 from server.access.record import Caller
 from server.config import ServeConfig
 from server.errors import UnknownModelError
-from server.health import Readiness, ServiceState
+from server.health import ServiceState, Status
 from server.metrics import ServerMetrics
 from server.request_body import BodyMemory
-from server.text_service import TextService
+from server.served_model import ServedModel
 from server.traffic import Traffic, draining_error
-
-logger = logging.getLogger("headrace.http")
-
-RETRY_DESCRIBE_S = 0.2
 
 PREPARING = 32
 """Requests that are parsed and tokenised at once. Of thousands that arrive together the others wait, so that streams
@@ -30,64 +28,97 @@ PARTING = 64
 """Requests that are ended at once because their clients left: a proxy that dies takes thousands with it."""
 
 
-class Service:
-    """Opens before the model is ready and refuses its routes until then."""
+STATES: tuple[Status, ...] = ("ready", "draining", "restarting", "loading", "failed")
+"""Best first."""
 
-    def __init__(
-        self, engine: Engine, config: ServeConfig, readiness: Readiness, scope_secret: bytes, admin: Admin | None
-    ) -> None:
-        self.engine = engine
-        self.admin = admin
+
+class Models(Protocol):
+    """The models of one process. Their number may change while it runs."""
+
+    def served(self) -> Sequence[ServedModel]: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class OneModel:
+    """The `Models` of a server for one model."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    def served(self) -> Sequence[ServedModel]:
+        return (self._model,)
+
+    async def start(self) -> None:
+        self._model.start()
+
+    async def close(self) -> None:
+        await self._model.close()
+
+
+class Service:
+    """Opens before any model is ready and refuses the routes of models until then."""
+
+    def __init__(self, models: Models, config: ServeConfig, scope_secret: bytes) -> None:
+        self.models = models
         self.config = config
         self.metrics = ServerMetrics()
         self.traffic = Traffic()
         self.body_memory = BodyMemory(config.max_body_bytes)
         self.preparing = asyncio.Semaphore(PREPARING)
         self.parting = asyncio.Semaphore(PARTING)
-        self._readiness = readiness
         self._scope_secret = scope_secret
-        self._text: TextService | None = None
-        self._failure: str | None = None
-        self.opened = asyncio.Event()
-        """Set once the model's text is there, and not reset."""
-        self._bring_up: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._bring_up = asyncio.create_task(self._open_text())
-
-    async def close(self) -> None:
-        if self._bring_up is not None:
-            self._bring_up.cancel()
-            await asyncio.wait([self._bring_up])
-        if self._text is not None:
-            self._text.close()
 
     def state(self) -> ServiceState:
-        if self._failure is not None:
-            return ServiceState("failed", error=self._failure)
-        state = self._readiness.state()
-        if state.status == "ready" and self._text is None:
-            return ServiceState("loading", progress=1.0)
-        if state.status == "ready" and self.traffic.draining:
-            return ServiceState("draining")
-        return state
+        """Of the model that is best off: a server that can answer for one of them is of use."""
+        states = [model.state() for model in self.models.served()] or [ServiceState("loading", progress=0.0)]
+        best = min(states, key=lambda state: STATES.index(state.status))
+        return ServiceState("draining") if best.status == "ready" and self.traffic.draining else best
 
-    def require_text(self) -> TextService:
-        """Return the model's text service. Raise what a model route answers while there is none, or no more.
-
-        A restarting engine is no reason to refuse: its supervisor lets requests wait.
-        """
-        if self.traffic.draining or self._readiness.state().status == "draining":
+    def check_open(self) -> None:
+        """Raise what every model route answers while no model can be asked: not yet, or no more."""
+        if self.traffic.draining:
             raise draining_error()
-        if self._text is None:
-            progress = self.state().progress or 0.0
-            raise LoadingError(f"The model is loading ({progress:.0%}).", progress=progress)
-        return self._text
+        failure: HeadraceError = LoadingError("No model is there yet.", progress=0.0)
+        for model in self.models.served():
+            try:
+                model.require_text()
+                return
+            except HeadraceError as error:
+                failure = error
+        raise failure
 
-    def check_model(self, name: str) -> None:
-        served = self.require_text().info.model
-        if name != served:
-            raise UnknownModelError(name, [served])
+    def model(self, name: str | None) -> ServedModel:
+        """Return the model of this name, or the only one there is when the client names none.
+
+        Raises UnknownModelError, or whatever it is that keeps the model from answering.
+        """
+        self.check_open()
+        served = self.models.served()
+        if name is None and len(served) > 1:
+            raise RequestError(
+                "Several models are served here: say which.", param="model", code="missing_required_parameter"
+            )
+        for model in served:
+            if name in (None, model.name):
+                model.require_text()
+                return model
+        raise UnknownModelError(str(name), [model.name for model in served if model.name is not None])
+
+    async def load(self) -> EngineLoad:
+        """Return the sum over the models that answer."""
+        loads = []
+        failure: HeadraceError = LoadingError("No model is there yet.", progress=0.0)
+        for model in self.models.served():
+            try:
+                loads.append(await model.engine.load())
+            except HeadraceError as error:
+                failure = error
+        if not loads:
+            raise failure
+        return sum_loads(loads)
 
     def cache_scope(self, tenant: str | None, salt: str | None) -> bytes:
         """Requests share cached blocks only with requests of the same scope. `tenant` None: no keys are asked for."""
@@ -99,17 +130,3 @@ class Service:
         """Begin the time of a request that has just arrived."""
         timeout_s = self.config.request_timeout_s
         return Caller(tenant, None if timeout_s is None else time.time() + timeout_s)
-
-    async def _open_text(self) -> None:
-        """Wait for the engine and fetch the model's text assets. What may pass is tried again, the rest is told."""
-        while self._text is None:
-            try:
-                await self._readiness.wait_ready()
-                self._text = await TextService.open(self.engine, await self.engine.describe())
-                self.opened.set()
-            except (PressureError, EngineError):
-                await asyncio.sleep(RETRY_DESCRIBE_S)
-            except Exception as error:
-                logger.exception("the model's text assets cannot be used")
-                self._failure = str(error) if isinstance(error, HeadraceError) else "the model's text assets are broken"
-                return

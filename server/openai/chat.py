@@ -32,9 +32,9 @@ async def prepare_chat(service: Service, body: bytes, caller: Caller) -> Prepare
     """Check, render and tokenise. Raises what the client is to be told instead of an answer."""
     request = await parse_body(body, ChatBody)
     ignored = ignored_params(request)
-    service.check_model(request.model)
+    model = service.model(request.model)
     _check(request)
-    text = service.require_text()
+    text = model.require_text()
     continues = request.continue_final_message
     prompt_ids = await text.chat_ids(
         [message.for_template() for message in request.messages],
@@ -51,7 +51,7 @@ async def prepare_chat(service: Service, body: bytes, caller: Caller) -> Prepare
         constraint=await checked_constraint(text, request),
         names=_client_names(request),
     )
-    runs = choice_runs(service, text, request, wanted, [prompt_ids], envelope.id, caller)
+    runs = choice_runs(service, model, request, wanted, [prompt_ids], envelope.id, caller)
     return Prepared(
         runs=runs,
         envelope=envelope,

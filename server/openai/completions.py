@@ -34,11 +34,11 @@ async def prepare_completion(service: Service, body: bytes, caller: Caller) -> P
     """Check and tokenise. Raises what the client is to be told instead of an answer."""
     request = await parse_body(body, CompletionBody)
     ignored = ignored_params(request)
-    service.check_model(request.model)
+    model = service.model(request.model)
     request.check_streaming()
     if len(request.prompt) * request.n > MAX_PROMPTS:
         raise RequestError(f"Prompts times 'n' may be {MAX_PROMPTS} at most.", param="n", value=request.n)
-    text = service.require_text()
+    text = model.require_text()
     prompts = await text.prompts_ids(request.prompt, add_special_tokens=request.add_special_tokens)
     envelope = new_envelope("cmpl", text.info)
     wanted = Wanted(
@@ -50,7 +50,7 @@ async def prepare_completion(service: Service, body: bytes, caller: Caller) -> P
         bad_words=await text.bad_word_ids(request.bad_words),
         constraint=await checked_constraint(text, request),
     )
-    runs = choice_runs(service, text, request, wanted, prompts, envelope.id, caller)
+    runs = choice_runs(service, model, request, wanted, prompts, envelope.id, caller)
     return Prepared(
         runs=runs,
         envelope=envelope,

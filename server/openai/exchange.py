@@ -144,7 +144,7 @@ async def answer_request(
     channel, body = Channel(send, record_of(scope)), Body(service.body_memory)
     try:
         if needs_model:
-            service.require_text()
+            service.check_open()
         await body.read(scope, receive)
         work = service.traffic.start(_answer_or_tell(service, answer, body, channel))
         await _while_connected(receive, work, service.parting)

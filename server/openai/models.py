@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the one model that is served, with the limits that tools read."""
+"""GET /v1/models and /v1/models/{id}: the served models, with the limits that tools read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def model_routes(service: Service) -> APIRouter:
 
     @router.get("", summary="The served models")
     async def models(request: Request) -> Response:
-        return _json({"object": "list", "data": [_card(service.require_text().info, created)]})
+        service.check_open()
+        ready = [model for model in service.models.served() if model.opened.is_set()]
+        return _json({"object": "list", "data": [_card(model.require_text().info, created) for model in ready]})
 
     @router.get("/{model_id:path}", summary="One served model")
     async def model(request: Request) -> Response:
-        service.check_model(request.path_params["model_id"])
-        return _json(_card(service.require_text().info, created))
+        return _json(_card(service.model(request.path_params["model_id"]).require_text().info, created))
 
     return router
 

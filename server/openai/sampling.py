@@ -18,6 +18,7 @@ from server.openai.constraints import Constraint, constraint_of
 from server.openai.echo import Echo
 from server.openai.fields import INT64, GenerationBody
 from server.openai.generation import ChoiceRun
+from server.served_model import ServedModel
 from server.service import Service
 from server.text_service import TextService
 
@@ -48,7 +49,7 @@ class Wanted:
 
 def choice_runs(
     service: Service,
-    text: TextService,
+    model: ServedModel,
     body: GenerationBody,
     wanted: Wanted,
     prompts: Sequence[list[int]],
@@ -60,6 +61,7 @@ def choice_runs(
     Choices of a prompt share a group and differ in their seed: choice j has seed + j. Without a seed of the client's
     each prompt draws its own, so that equal prompts of one request do not answer alike.
     """
+    text = model.require_text()
     _check_allowed_values(body, len(prompts))
     if wanted.prompt_logprobs is not None:
         check_prompt_values(sum(map(len, prompts)) * body.n, wanted.prompt_logprobs)
@@ -96,7 +98,7 @@ def choice_runs(
                 with_offsets=wanted.with_offsets,
             )
             echo = wanted.echoes[prompt_index] if wanted.echoes else None
-            run = ChoiceRun(len(runs), service.engine, request, machine, echo=echo, wants_ids=body.return_token_ids)
+            run = ChoiceRun(len(runs), model.engine, request, machine, echo=echo, wants_ids=body.return_token_ids)
             runs.append(run)
     return runs
 

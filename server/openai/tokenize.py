@@ -41,9 +41,7 @@ TEXT_ROUTES: Mapping[str, Answer] = {
 
 
 def _text(service: Service, request: TextBody) -> TextService:
-    if request.model is not None:
-        service.check_model(request.model)
-    return service.require_text()
+    return service.model(request.model).require_text()
 
 
 async def _prompt_ids(text: TextService, request: TokenizeBody) -> list[int]:

@@ -393,7 +393,7 @@ async def test_a_request_gets_its_answer_and_the_server_goes_on(
     good = await server.chat(seed=0)
     assert good.status_code == 200
     assert good.json()["choices"][0]["finish_reason"] == "stop"
-    assert server.service.engine.running == set()  # type: ignore[attr-defined]
+    assert server.model.engine.running == set()  # type: ignore[attr-defined]
 
 
 @pytest.mark.asyncio(loop_scope="module")

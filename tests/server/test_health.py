@@ -9,8 +9,9 @@ from engine.errors import EngineDiedError
 from engine.protocol import EngineInfo
 from server.config import ServeConfig
 from server.health import ServiceState
+from server.served_model import ServedModel
 from server.version import VERSION
-from tests.support.api_server import chat_body, event_data, serving
+from tests.support.api_server import chat_body, event_data, serving, serving_models
 from tests.support.fake_engine import FakeEngine, FakeReadiness, Gate
 
 
@@ -28,7 +29,7 @@ async def test_while_loading_the_port_answers_with_the_progress() -> None:
         ready = await server.client.get("/ready")
         metrics = await server.client.get("/metrics")
         state.become(ServiceState("ready"))
-        await server.service.opened.wait()
+        await server.model.opened.wait()
         assert (await server.client.get("/health")).json() == {"status": "ready"}
         assert (await server.chat()).status_code == 200
     assert (health.status_code, health.json()) == (503, {"status": "loading", "progress": 0.42})
@@ -131,3 +132,45 @@ async def test_version_and_load_are_told() -> None:
     assert version.json() == {"version": VERSION}
     assert load.json()["kv_blocks_total"] == 9
     assert load.json()["steps_total"] == 17
+
+
+class SeveralModels:
+    """A fixed list of them."""
+
+    def __init__(self, models: list[ServedModel]) -> None:
+        self._models = models
+
+    def served(self) -> list[ServedModel]:
+        return self._models
+
+    async def start(self) -> None:
+        for model in self._models:
+            model.start()
+
+    async def close(self) -> None:
+        for model in self._models:
+            await model.close()
+
+
+async def test_several_models_answer_under_their_names() -> None:
+    """Each request goes to its own model's engine; one that is still loading keeps none of the others from serving."""
+    loading = FakeReadiness(ServiceState("loading", progress=0.5))
+    engines = {"tiny": FakeEngine(), "other": FakeEngine(model="other"), "late": FakeEngine(model="late")}
+    readiness = {"tiny": FakeReadiness(), "other": FakeReadiness(), "late": loading}
+    models = [ServedModel(engine, readiness[name], name=name) for name, engine in engines.items()]
+    async with serving_models(SeveralModels(models)) as server:
+        for model in models[:2]:
+            await model.opened.wait()
+        listed = (await server.client.get("/v1/models")).json()["data"]
+        answers = {name: await server.chat(model=name) for name in ("tiny", "other", "late", "othr")}
+        unnamed = await server.post("/tokenize", {"prompt": "Hi"})
+        named = await server.post("/tokenize", {"prompt": "Hi", "model": "other"})
+        load = (await server.client.get("/load")).json()
+    assert [card["id"] for card in listed] == ["tiny", "other"]
+    assert [answers[name].status_code for name in answers] == [200, 200, 503, 404]
+    assert answers["late"].json()["error"]["code"] == "model_is_loading"
+    assert "other" in answers["othr"].json()["error"]["message"]
+    assert (len(engines["tiny"].seen), len(engines["other"].seen)) == (1, 1)
+    assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, "model")
+    assert named.status_code == 200
+    assert load["running"] == 0

@@ -67,7 +67,7 @@ async def test_an_echo_has_four_lists_of_one_length_that_begin_with_the_prompt(p
 async def test_an_echo_alone_samples_nothing() -> None:
     async with serving(FakeEngine()) as server:
         answer = (await server.complete(prompt=["one", "two"], n=2, echo=True, max_tokens=0)).json()
-        engine: FakeEngine = server.service.engine  # type: ignore[assignment]
+        engine: FakeEngine = server.model.engine  # type: ignore[assignment]
     assert [choice["text"] for choice in answer["choices"]] == ["one", "one", "two", "two"]
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
     assert [choice["logprobs"] for choice in answer["choices"]] == [None] * 4
@@ -92,7 +92,7 @@ async def test_prompt_logprobs_are_told_by_id_in_chat_and_completions() -> None:
     async with serving(FakeEngine()) as server:
         completion = (await server.complete(prompt="ab", prompt_logprobs=1, max_tokens=2)).json()["choices"][0]
         chat = (await server.chat(prompt_logprobs=0, max_tokens=2)).json()
-        engine: FakeEngine = server.service.engine  # type: ignore[assignment]
+        engine: FakeEngine = server.model.engine  # type: ignore[assignment]
     first, second = byte_ids(b"ab")
     assert completion["prompt_logprobs"] == [
         None,
@@ -119,7 +119,7 @@ async def test_token_ids_are_told_whole_and_streamed() -> None:
         body = chat_body(return_token_ids=True, seed=0, stream=True)
         parts: list[Any] = chunks(await server.events("/v1/chat/completions", body))
         plain = (await server.chat(seed=0)).json()
-        engine: FakeEngine = server.service.engine  # type: ignore[assignment]
+        engine: FakeEngine = server.model.engine  # type: ignore[assignment]
     assert choice["prompt_token_ids"] == streamed["prompt_token_ids"] == byte_ids(b"ab")
     assert choice["token_ids"] == streamed["token_ids"] == [*byte_ids(b"ab"), EOS_ID]
     assert chat["prompt_token_ids"] == parts[0]["prompt_token_ids"] == engine.seen[2].prompt_ids

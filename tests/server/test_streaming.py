@@ -78,7 +78,7 @@ TEXTS = st.text(st.sampled_from("ab é漢🙂\n\u2028\u0085<|>"), min_size=1, ma
 async def test_a_stream_says_what_the_whole_answer_says(
     shared: ApiServer, text: str, cuts: list[int], stop: list[str], limit: int, include_stop: bool, n: int
 ) -> None:
-    engine = shared.service.engine
+    engine = shared.model.engine
     assert isinstance(engine, FakeEngine)
     engine.say(text)
     engine.cuts = cuts

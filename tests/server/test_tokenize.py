@@ -22,7 +22,7 @@ async def server() -> AsyncIterator[ApiServer]:
 
 
 def engine_of(server: ApiServer) -> FakeEngine:
-    engine = server.service.engine
+    engine = server.model.engine
     assert isinstance(engine, FakeEngine)
     return engine
 

@@ -17,7 +17,8 @@ from server.api_process import DrainingServer
 from server.app import build_app
 from server.config import ServeConfig
 from server.health import Readiness
-from server.service import Service
+from server.served_model import ServedModel
+from server.service import Models, OneModel, Service
 from tests.support.fake_engine import FakeReadiness
 
 
@@ -27,6 +28,12 @@ class ApiServer:
     client: httpx.AsyncClient
     server: DrainingServer
     service: Service
+
+    @property
+    def model(self) -> ServedModel:
+        """The only one that is served."""
+        (model,) = self.service.models.served()
+        return model
 
     async def post(self, path: str, body: object) -> httpx.Response:
         return await self.client.post(path, json=body)
@@ -72,13 +79,21 @@ async def serving(
     credentials: Credentials | None = None,
     admin: Admin | None = None,
 ) -> AsyncIterator[ApiServer]:
-    """Serve until the block ends. `wait` returns only when the model's text is there.
+    """Serve until the block ends. `wait` returns only when the model's text is there."""
+    model = ServedModel(engine, state or FakeReadiness(), admin=admin)
+    async with serving_models(OneModel(model), config=config, credentials=credentials) as server:
+        if wait:
+            await model.opened.wait()
+        yield server
 
-    The server's own main loop, which polls for the end ten times a second, is left out: tests end when they end.
-    """
+
+@asynccontextmanager
+async def serving_models(
+    models: Models, *, config: ServeConfig | None = None, credentials: Credentials | None = None
+) -> AsyncIterator[ApiServer]:
+    """The server's own main loop, which polls for the end ten times a second, is left out: tests end when they end."""
     config = config or ServeConfig()
-    app = build_app(engine, config=config, state=state or FakeReadiness(), credentials=credentials, admin=admin)
-    service: Service = app.state.service
+    app = build_app(models, config=config, credentials=credentials)
     server = DrainingServer(app, config)
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
@@ -86,10 +101,8 @@ async def serving(
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         await server.startup([listener])
         try:
-            if wait:
-                await service.opened.wait()
             async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-                yield ApiServer(url, client, server, service)
+                yield ApiServer(url, client, server, app.state.service)
         finally:
             for open_server in server.servers:
                 open_server.close()

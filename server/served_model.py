@@ -1,0 +1,85 @@
+"""One served model: the engine that answers for it, what is known of that engine's state, and the model's text.
+
+Knows no HTTP. It is there before the model is ready, and says how far that is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from engine.errors import EngineError, HeadraceError, LoadingError, PressureError
+from engine.protocol import Admin, Engine
+from server.health import Readiness, ServiceState
+from server.text_service import TextService
+from server.traffic import draining_error
+
+logger = logging.getLogger("headrace.http")
+
+RETRY_DESCRIBE_S = 0.2
+
+
+class ServedModel:
+    """`start` on the loop that uses it, `close` at the end. `name` is None until the engine has told it, unless it was
+    known beforehand. `admin` None: its engines take no orders."""
+
+    def __init__(
+        self, engine: Engine, readiness: Readiness, *, name: str | None = None, admin: Admin | None = None
+    ) -> None:
+        self.engine = engine
+        self.admin = admin
+        self.opened = asyncio.Event()
+        """Set once the model's text is there, and not reset."""
+        self._name = name
+        self._readiness = readiness
+        self._text: TextService | None = None
+        self._failure: str | None = None
+        self._bring_up: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str | None:
+        return self._name if self._text is None else self._text.info.model
+
+    def start(self) -> None:
+        self._bring_up = asyncio.create_task(self._open_text())
+
+    async def close(self) -> None:
+        if self._bring_up is not None:
+            self._bring_up.cancel()
+            await asyncio.wait([self._bring_up])
+        if self._text is not None:
+            self._text.close()
+
+    def state(self) -> ServiceState:
+        if self._failure is not None:
+            return ServiceState("failed", error=self._failure)
+        state = self._readiness.state()
+        if state.status == "ready" and self._text is None:
+            return ServiceState("loading", progress=1.0)
+        return state
+
+    def require_text(self) -> TextService:
+        """Return the model's text service. Raise what a model route answers while there is none, or no more.
+
+        A restarting engine is no reason to refuse: its supervisor lets requests wait.
+        """
+        if self._readiness.state().status == "draining":
+            raise draining_error()
+        if self._text is None:
+            progress = self.state().progress or 0.0
+            raise LoadingError(f"The model is loading ({progress:.0%}).", progress=progress)
+        return self._text
+
+    async def _open_text(self) -> None:
+        """Wait for the engine and fetch the model's text assets. What may pass is tried again, the rest is told."""
+        while self._text is None:
+            try:
+                await self._readiness.wait_ready()
+                self._text = await TextService.open(self.engine, await self.engine.describe())
+                self.opened.set()
+            except (PressureError, EngineError):
+                await asyncio.sleep(RETRY_DESCRIBE_S)
+            except Exception as error:
+                logger.exception("the model's text assets cannot be used")
+                self._failure = str(error) if isinstance(error, HeadraceError) else "the model's text assets are broken"
+                return
