@@ -18,7 +18,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `model` is a directory, a GGUF file, a packaged model's name or a hub's org/name. `kv_cache_memory_bytes` bounds the
     device's KV pool. `max_step_tokens` is the token budget of one step, `max_running` the number of slots,
     `max_waiting` the bound of the queue. `in_flight_steps` 1 is the synchronous loop, 2 schedules a step while the one
-    before it runs; None is 2 on a GPU and 1 on a CPU.
+    before it runs; None is 2 on a GPU and 1 on a CPU. `local_engines` share this machine, and this is the one of number
+    `local_index`: what is not set is chosen so that there is room for all of them.
     """
 
     model: str = "smollm2"
@@ -36,3 +37,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     threads: int | None = None
     chat_template: str | None = None
+    local_index: int = 0
+    local_engines: int = 1

@@ -27,39 +27,14 @@ from server import logs
 from server.api_spec import ApiSpec
 from server.config import ServeConfig
 from server.connection import Connection, raise_fd_limit
-from server.health import ServiceState
+from server.fleet.admin import EveryAdmin
+from server.fleet.readiness import EnginesReadiness
 
 if TYPE_CHECKING:
     from server.served_model import ServedModel
 
 CLOSE_TIMEOUT_S = 2
 """For connections that do not close although nothing runs on them."""
-
-
-class RemoteReadiness:
-    """The state of a remote engine, as the HTTP layer tells it: once it was ready, being away means restarting."""
-
-    def __init__(self, engine: RemoteEngine) -> None:
-        self._engine = engine
-        self._was_ready = False
-
-    def state(self) -> ServiceState:
-        state = self._engine.state()
-        match state.state:
-            case "ready":
-                self._was_ready = True
-                return ServiceState("ready")
-            case "draining":
-                return ServiceState("draining")
-            case "failed":
-                return ServiceState("failed", error=state.message or "the engine failed")
-            case "loading" if not self._was_ready:
-                return ServiceState("loading", progress=state.progress)
-        return ServiceState("restarting", progress=state.progress)
-
-    async def wait_ready(self) -> None:
-        await self._engine.wait_ready()
-        self._was_ready = True
 
 
 class DrainingServer(uvicorn.Server):
@@ -114,10 +89,11 @@ async def serve(spec: ApiSpec) -> None:
     from server.served_model import ServedModel
     from server.service import OneModel
 
-    remote = RemoteEngine(spec.core_address)
-    remote.open()
-    engine = Supervisor(StaticPool([StaticTarget(spec.core_address, remote)]))
-    model = ServedModel(engine, RemoteReadiness(remote), admin=remote)
+    engines = [RemoteEngine(address) for address in spec.core_addresses]
+    for engine in engines:
+        engine.open()
+    pool = StaticPool([StaticTarget(engine.address, engine) for engine in engines])
+    model = ServedModel(Supervisor(pool), EnginesReadiness(lambda: engines), admin=EveryAdmin(engines))
     app = build_app(OneModel(model), config=spec.config, credentials=spec.credentials)
     freezing = asyncio.create_task(_freeze_once_open(model))
     try:
@@ -125,7 +101,8 @@ async def serve(spec: ApiSpec) -> None:
             await DrainingServer(app, spec.config).serve([listener])
     finally:
         freezing.cancel()
-        remote.close()
+        for engine in engines:
+            engine.close()
 
 
 async def _freeze_once_open(model: ServedModel) -> None:

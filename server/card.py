@@ -11,18 +11,22 @@ from engine.protocol import EngineInfo
 from server.version import VERSION
 
 
-def print_card(info: EngineInfo, url: str, stream: TextIO | None = None, *, with_key: bool = False) -> None:
+def print_card(
+    info: EngineInfo, url: str, stream: TextIO | None = None, *, with_key: bool = False, replicas: int = 1
+) -> None:
     """Write the card for a server that is ready at `url`. `stream` is stderr when None."""
     out = stream or sys.stderr
-    out.write(card(info, url, with_key=with_key) + "\n")
+    out.write(card(info, url, with_key=with_key, replicas=replicas) + "\n")
     out.flush()
 
 
-def card(info: EngineInfo, url: str, *, with_key: bool = False) -> str:
-    """The card's text. `with_key`: the server asks for keys, so the request to copy sends one."""
+def card(info: EngineInfo, url: str, *, with_key: bool = False, replicas: int = 1) -> str:
+    """The card's text. `with_key`: the server asks for keys, so the request to copy sends one. `info` is of one of the
+    `replicas`, which are all alike."""
     base = url.rstrip("/")
     rows = [
         ("model", f"{info.model} ({info.architecture})"),
+        *([("replicas", f"{replicas}, each with what follows")] if replicas > 1 else []),
         ("device", f"{info.device}, {_count(info.threads, 'thread')}" if info.device == "cpu" else info.device),
         ("dtype", info.dtype),
         ("numerics", info.numerics),
@@ -37,10 +41,11 @@ def card(info: EngineInfo, url: str, *, with_key: bool = False) -> str:
     return "\n".join([*lines, "", _curl(info.model, base, with_key), ""])
 
 
-def facts(info: EngineInfo) -> dict[str, str | int]:
+def facts(info: EngineInfo, *, replicas: int = 1) -> dict[str, str | int]:
     """What the card tells, for a log that is read by machines."""
     return {
         "version": VERSION,
+        "replicas": replicas,
         "architecture": info.architecture,
         "device": info.device,
         "threads": info.threads,

@@ -12,13 +12,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`keep_alive_s` is the idle time of HTTP connections, `sse_keep_alive_s` the pause after which a stream sends a
     comment. `drain_timeout_s` bounds how long running streams may go on after SIGTERM. `request_timeout_s` None means
     no limit beyond the client's patience. `max_concurrent_requests` are of the whole server: each API process has its
-    share. Keys and secrets themselves are not in here (server/access/credentials.py).
+    share. `replicas` are engines on this machine behind one router. Keys and secrets themselves are not in here
+    (server/access/credentials.py).
     """
 
     engine: EngineConfig = EngineConfig()
     host: str = "127.0.0.1"
     port: int = 8000
     api_processes: int = 1
+    replicas: int = 1
     drain_timeout_s: float = 30.0
     request_timeout_s: float | None = None
     max_body_bytes: int = 16 * 1024 * 1024

@@ -6,7 +6,7 @@ balancer takes the server out as soon as it turns 503, while running streams go 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -17,7 +17,9 @@ from server.version import VERSION
 if TYPE_CHECKING:
     from server.service import Service
 
-Status = Literal["loading", "ready", "restarting", "draining", "failed"]
+Status = Literal["ready", "draining", "restarting", "loading", "failed"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+"""Best first."""
 
 
 class ServiceState(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -1,6 +1,6 @@
-"""What `headrace serve` runs: one engine process and N API processes behind one listening socket.
+"""What `headrace serve` runs: engine processes and API processes behind one listening socket.
 
-Owns the socket, the private directory of the wire's address, and the children's lives. Knows neither HTTP nor models.
+Owns the socket, the private directory of the wire's addresses, and the children's lives. Knows neither HTTP nor models.
 The port opens at once; API processes answer 503 on it while the model loads.
 """
 
@@ -53,28 +53,28 @@ def run(
     """
     configure(config.log_level, config.log_format)
     with listen(config.host, config.port) as listener, _private_directory() as directory:
-        address = f"ipc://{directory}/engine"
         url = _url(listener)
         log.info("listening on %s", url)
-        core = _core_child(config, core_module, address)
-        apis = _api_children(config, credentials or Credentials(), api_module, address, listener.fileno(), directory)
+        addresses = [f"ipc://{directory}/engine{index}" for index in range(config.replicas)]
+        cores = [_core_child(config, index, core_module, address) for index, address in enumerate(addresses)]
+        apis = _api_children(config, credentials or Credentials(), api_module, addresses, listener.fileno(), directory)
         with_key = bool(credentials and credentials.keys) or config.api_keys_file is not None
-        return asyncio.run(Launcher(core, apis, address, url, config, with_key=with_key).run())
+        return asyncio.run(Launcher(cores, apis, addresses, url, config, with_key=with_key).run())
 
 
-def _core_child(config: ServeConfig, module: str, address: str) -> ChildSpec:
+def _core_child(config: ServeConfig, index: int, module: str, address: str) -> ChildSpec:
     spec = CoreSpec(
-        config=config.engine,
+        config=msgspec.structs.replace(config.engine, local_index=index, local_engines=config.replicas),
         address=address,
         drain_timeout_s=config.drain_timeout_s,
         log_level=config.log_level,
         log_format=config.log_format,
     )
-    return ChildSpec("The engine", module, _line(spec))
+    return ChildSpec("The engine" if config.replicas == 1 else f"Engine {index}", module, _line(spec))
 
 
 def _api_children(
-    config: ServeConfig, credentials: Credentials, module: str, address: str, fd: int, directory: str
+    config: ServeConfig, credentials: Credentials, module: str, addresses: Sequence[str], fd: int, directory: str
 ) -> list[ChildSpec]:
     metrics_dir = None
     if config.api_processes > 1:
@@ -84,7 +84,7 @@ def _api_children(
         ApiSpec(
             config=config,
             listen_fd=fd,
-            core_address=address,
+            core_addresses=tuple(addresses),
             credentials=credentials,
             metrics_dir=metrics_dir,
         )
@@ -97,17 +97,17 @@ class Launcher:
 
     def __init__(
         self,
-        core: ChildSpec,
+        cores: Sequence[ChildSpec],
         apis: Sequence[ChildSpec],
-        address: str,
+        addresses: Sequence[str],
         url: str,
         config: ServeConfig,
         *,
         with_key: bool,
     ) -> None:
-        self._core = Child(core, final_codes={MODEL_FAILED_CODE})
+        self._cores = [Child(core, final_codes={MODEL_FAILED_CODE}) for core in cores]
         self._apis = [Child(api) for api in apis]
-        self._engine = RemoteEngine(address)
+        self._engines = [RemoteEngine(address) for address in addresses]
         self._url = url
         self._with_key = with_key
         self._drain_timeout_s = config.drain_timeout_s
@@ -119,25 +119,28 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal, signum)
-        self._engine.open()
+        for engine in self._engines:
+            engine.open()
         announcing = asyncio.create_task(self._announce())
-        core = asyncio.create_task(self._core.keep_running())
+        cores = [asyncio.create_task(core.keep_running()) for core in self._cores]
         apis = [asyncio.create_task(api.keep_running()) for api in self._apis]
         stop = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait({core, stop, *apis}, return_when=asyncio.FIRST_COMPLETED)
-            failure = await self._failure() if core.done() and not self._stop.is_set() else None
-            # Streams need the engine to their end, so it goes last.
+            await asyncio.wait({stop, *cores, *apis}, return_when=asyncio.FIRST_COMPLETED)
+            failed = [index for index, core in enumerate(cores) if core.done()]
+            failure = await _failure(self._engines[failed[0]]) if failed and not self._stop.is_set() else None
+            # Streams need their engine to their end, so those go last.
             await _stop_all(self._apis, apis, STOP_GRACE_S + (0 if failure else self._drain_timeout_s))
-            await _stop_all([self._core], [core], STOP_GRACE_S)
+            await _stop_all(self._cores, cores, STOP_GRACE_S)
         finally:
-            for child in (*self._apis, self._core):
+            for child in (*self._apis, *self._cores):
                 child.stop(signal.SIGKILL)
-            ended = asyncio.gather(core, *apis, return_exceptions=True)
+            ended = asyncio.gather(*cores, *apis, return_exceptions=True)
             await ended
             stop.cancel()
             announcing.cancel()
-            self._engine.close()
+            for engine in self._engines:
+                engine.close()
         for result in ended.result():
             if isinstance(result, BaseException):
                 raise result
@@ -151,28 +154,31 @@ class Launcher:
             log.info("stopping: running streams may take %g s more", self._drain_timeout_s)
             self._stop.set()
             return
-        for child in (*self._apis, self._core):
+        for child in (*self._apis, *self._cores):
             child.stop(signal.SIGKILL)
 
     async def _announce(self) -> None:
-        await show_loading(self._engine)
-        info = await self._engine.wait_ready()
+        # They load the same model at the same time: one bar is enough.
+        await show_loading(self._engines[0])
+        infos = [await engine.wait_ready() for engine in self._engines]
+        info = infos[0]
         await wait_answering(self._url)
         if self._log_format == "json":  # Who parses the log finds one object on every line.
-            log.info("%s is ready at %s", info.model, self._url, extra=facts(info))
+            log.info("%s is ready at %s", info.model, self._url, extra=facts(info, replicas=len(infos)))
             return
         log.info("%s is ready at %s", info.model, self._url)
-        print_card(info, self._url, with_key=self._with_key)
+        print_card(info, self._url, with_key=self._with_key, replicas=len(infos))
 
-    async def _failure(self) -> HeadraceError:
-        """Return why the engine's process gave up. It told the wire before it ended."""
-        try:
-            async with asyncio.timeout(STOP_GRACE_S):
-                while (error := self._engine.state().error) is None:
-                    await self._engine.wait_changed()
-        except TimeoutError:
-            return ModelError("The model cannot be loaded.", hint="The log above has the reason.")
-        return error
+
+async def _failure(engine: RemoteEngine) -> HeadraceError:
+    """Return why the engine's process gave up. It told the wire before it ended."""
+    try:
+        async with asyncio.timeout(STOP_GRACE_S):
+            while (error := engine.state().error) is None:
+                await engine.wait_changed()
+    except TimeoutError:
+        return ModelError("The model cannot be loaded.", hint="The log above has the reason.")
+    return error
 
 
 async def _stop_all(children: Sequence[Child], tasks: Sequence[asyncio.Task[int]], grace_s: float) -> None:

@@ -14,7 +14,7 @@ from router.fleet import sum_loads
 from server.access.record import Caller
 from server.config import ServeConfig
 from server.errors import UnknownModelError
-from server.health import ServiceState, Status
+from server.health import STATUSES, ServiceState
 from server.metrics import ServerMetrics
 from server.request_body import BodyMemory
 from server.served_model import ServedModel
@@ -26,10 +26,6 @@ and probes get their turn in between."""
 
 PARTING = 64
 """Requests that are ended at once because their clients left: a proxy that dies takes thousands with it."""
-
-
-STATES: tuple[Status, ...] = ("ready", "draining", "restarting", "loading", "failed")
-"""Best first."""
 
 
 class Models(Protocol):
@@ -74,7 +70,7 @@ class Service:
     def state(self) -> ServiceState:
         """Of the model that is best off: a server that can answer for one of them is of use."""
         states = [model.state() for model in self.models.served()] or [ServiceState("loading", progress=0.0)]
-        best = min(states, key=lambda state: STATES.index(state.status))
+        best = min(states, key=lambda state: STATUSES.index(state.status))
         return ServiceState("draining") if best.status == "ready" and self.traffic.draining else best
 
     def check_open(self) -> None:

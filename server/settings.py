@@ -79,7 +79,14 @@ _DEFAULTS = ServeConfig()
 _SERVE_TYPES = get_type_hints(ServeConfig)
 _ENGINE_TYPES = get_type_hints(EngineConfig)
 
-MODEL, MEMORY, HTTP, ACCESS, LOGS = "Model", "Cache and scheduling", "HTTP", "Access", "Logging"
+MODEL, MEMORY, FLEET, HTTP, ACCESS, LOGS = (
+    "Model",
+    "Cache and scheduling",
+    "Replicas and routing",
+    "HTTP",
+    "Access",
+    "Logging",
+)
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(
@@ -174,7 +181,15 @@ SETTINGS: tuple[Setting, ...] = (
         name="api-processes",
         field="api_processes",
         section=HTTP,
-        help="Processes that speak HTTP for the one engine.",
+        help="Processes that speak HTTP for the engines.",
+        low=1,
+        high=256,
+    ),
+    Setting(
+        name="replicas",
+        field="replicas",
+        section=FLEET,
+        help="Engines on this machine, each with the whole model, behind one router.",
         low=1,
         high=256,
     ),

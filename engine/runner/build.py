@@ -31,7 +31,8 @@ def build_engine(
     """
     if config.block_size not in BLOCK_SIZES:
         raise ConfigError(f"block_size {config.block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
-    threads = _set_threads(config.threads)
+    threads = _set_threads(config)
+    _choose_gpu(config)
     count = partial(_count_blocks, config)
     loaded = load_model(config, on_progress, check_room=count)
     num_blocks = count(loaded.kv_groups, loaded.dtype, loaded.max_model_len)
@@ -79,8 +80,16 @@ def _check_defaults(info: EngineInfo) -> None:
         ) from error
 
 
-def _set_threads(threads: int | None) -> int:
-    count = threads if threads is not None else max(1, len(os.sched_getaffinity(0)))
+def _choose_gpu(config: EngineConfig) -> None:
+    """Local engines take the GPUs in turn."""
+    if choose_device(config.device).type == "cuda":
+        torch.cuda.set_device(config.local_index % torch.cuda.device_count())
+
+
+def _set_threads(config: EngineConfig) -> int:
+    count = config.threads
+    if count is None:
+        count = max(1, len(os.sched_getaffinity(0)) // config.local_engines)
     if count < 1:
         raise ConfigError(f"threads {count} is not positive")
     torch.set_num_threads(count)
@@ -92,7 +101,7 @@ def _count_blocks(
 ) -> tuple[int, ...]:
     budget = config.kv_cache_memory_bytes
     if budget is None:
-        budget = default_budget_bytes(choose_device(config.device))
+        budget = default_budget_bytes(choose_device(config.device), config.local_engines)
     return count_blocks(
         budget,
         groups,

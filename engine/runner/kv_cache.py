@@ -28,11 +28,13 @@ def block_bytes(group: KVGroupSpec, block_size: int, dtype: torch.dtype) -> int:
     return 2 * len(group.layers) * group.kv_heads * group.head_dim * block_size * dtype.itemsize
 
 
-def default_budget_bytes(device: torch.device) -> int:
+def default_budget_bytes(device: torch.device, local_engines: int = 1) -> int:
+    """Return one engine's part of what is free, when `local_engines` share the machine and its GPUs."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return max(int(free * CUDA_SHARE) - CUDA_HEADROOM_BYTES, 0)
-    return min(CPU_DEFAULT_BYTES, available_memory_bytes() // 4)
+        sharing = -(-local_engines // torch.cuda.device_count())
+        return max(int(free * CUDA_SHARE / sharing) - CUDA_HEADROOM_BYTES, 0)
+    return min(CPU_DEFAULT_BYTES, available_memory_bytes() // (4 * local_engines))
 
 
 def available_memory_bytes(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

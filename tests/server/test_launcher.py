@@ -147,6 +147,21 @@ async def test_streams_survive_the_engines_death_and_sigterm_ends_all(serve: typ
     assert left_over(tmp_path) == []
 
 
+async def test_streams_of_a_dead_replica_go_on_at_another(serve: type[Serve]) -> None:
+    server = serve(replicas=2)
+    await until(lambda: "is ready" in server.text, "the card is printed")
+    assert re.search(r"replicas +2, each", server.text)
+    streams = [await server.begin(f"{seed} 1500") for seed in range(8)]
+    first, second = server.children("scripted_engine")
+    first.kill()
+    for seed, answer in enumerate(await asyncio.gather(*streams)):
+        assert answer.split() == [*map(str, scripted_tokens(seed, 1500)), "end"]
+    assert second.is_running()
+    assert len(re.findall(r"Engine \d ended with signal SIGKILL", server.text)) == 1
+    server.process.terminate()
+    assert await server.exit_code() == 0
+
+
 async def test_a_dead_api_process_is_replaced_behind_the_same_port(serve: type[Serve]) -> None:
     server = serve()
     pid = int(await server.ask("pid"))

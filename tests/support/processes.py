@@ -50,7 +50,7 @@ def api_processes(
         spec = ApiSpec(
             config=config or ServeConfig(),
             listen_fd=listener.fileno(),
-            core_address=address,
+            core_addresses=(address,),
             metrics_dir=metrics_dir,
         )
         try:

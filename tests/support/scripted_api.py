@@ -25,15 +25,16 @@ from server.api_spec import ApiSpec
 
 class ScriptedApi:
     def __init__(self, spec: ApiSpec) -> None:
-        self.engine = RemoteEngine(spec.core_address)
-        self.supervisor = Supervisor(StaticPool([StaticTarget("core", self.engine)]))
+        self.engines = [RemoteEngine(address) for address in spec.core_addresses]
+        self.supervisor = Supervisor(StaticPool([StaticTarget(engine.address, engine) for engine in self.engines]))
         self.listener = socket.socket(fileno=spec.listen_fd)
         self.drain_timeout_s = spec.config.drain_timeout_s
         self.running: set[asyncio.Task[None]] = set()
         self.stop = asyncio.Event()
 
     async def run(self) -> None:
-        self.engine.open()
+        for engine in self.engines:
+            engine.open()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.stop.set)
         server = await asyncio.start_server(self.serve, sock=self.listener)
         await self.stop.wait()
@@ -51,7 +52,7 @@ class ScriptedApi:
                 case [b"pid"]:
                     writer.write(f"{os.getpid()}\n".encode())
                 case [b"engine"]:
-                    writer.write(f"{(await self.engine.wait_ready()).incarnation}\n".encode())
+                    writer.write(f"{(await self.engines[0].wait_ready()).incarnation}\n".encode())
                 case [b"GET", *_]:
                     writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
                 case [seed, count]:
@@ -61,7 +62,8 @@ class ScriptedApi:
             self.running.discard(task)
 
     async def stream(self, seed: int, count: int, writer: asyncio.StreamWriter) -> None:
-        await self.engine.wait_ready()
+        for engine in self.engines:
+            await engine.wait_ready()
         sampling = SamplingParams(seed=seed, max_tokens=count)
         request = GenerateRequest(request_id=uuid.uuid4().hex, prompt_ids=[1], sampling=sampling)
         try:
