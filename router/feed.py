@@ -96,6 +96,10 @@ class IndexFeed:
         self._closed: Counter[str] = Counter()
 
     @property
+    def index(self) -> PrefixIndex:
+        return self._index
+
+    @property
     def lags_s(self) -> dict[str, float]:
         """By target, how old its last batch was when it was applied (between two hosts' clocks)."""
         return dict(self._lags_s)

@@ -58,14 +58,15 @@ class EventPublisher:
         secure: Callable[[Socket], None] | None = None,
         queue_batches: int = QUEUE_BATCHES,
         replay_batches: int = REPLAY_BATCHES,
+        unread_batches: int = UNREAD_BATCHES,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.counters = {"batches": 0, "dropped_batches": 0, "epochs": 0, "bad_questions": 0}
         self._content, self._queue_batches, self._heartbeat_s = content, queue_batches, heartbeat_s
         self._context = context or zmq.Context()
         self._owns_context = context is None
-        self._events = self._bind(zmq.PUB, address, secure)
-        self._questions = self._bind(zmq.ROUTER, replay_address, secure)
+        self._events = self._bind(zmq.PUB, address, unread_batches, secure)
+        self._questions = self._bind(zmq.ROUTER, replay_address, UNREAD_BATCHES, secure)
         self.address = self._events.get_string(zmq.LAST_ENDPOINT)
         self.replay_address = self._questions.get_string(zmq.LAST_ENDPOINT)
         self._bell, self._bell_inside = self._pair()
@@ -75,6 +76,11 @@ class EventPublisher:
         self._log = EventLog(topic.encode(), dp_rank, replay_batches)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
+
+    @property
+    def backlog(self) -> int:
+        """Batches that are not sent yet."""
+        return len(self._queue)
 
     def publish(self, events: Sequence[Event]) -> None:
         """Queue one step's events. Call it also without any now and then: it makes good what was dropped before."""
@@ -106,9 +112,9 @@ class EventPublisher:
         if self._owns_context:
             self._context.term()
 
-    def _bind(self, kind: int, address: str, secure: Callable[[Socket], None] | None) -> Socket:
+    def _bind(self, kind: int, address: str, unread: int, secure: Callable[[Socket], None] | None) -> Socket:
         socket = self._context.socket(kind)
-        socket.set(zmq.SNDHWM, UNREAD_BATCHES)
+        socket.set(zmq.SNDHWM, unread)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
         socket.set(zmq.HEARTBEAT_IVL, 3_000)

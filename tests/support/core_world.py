@@ -8,8 +8,14 @@ from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.kv.event_log import KVEventLog
 from engine.plan import NULL_BLOCK
 from engine.protocol import EngineInfo, GenerateRequest, KVGroupSpec, SamplingParams, TokenLogprobs, TokenOutput
+from kvstore.events.digest import Digest
+from kvstore.events.held import HeldKeys
+from kvstore.events.media import MEDIUM_OF
+from kvstore.events.messages import BlockStored
+from kvstore.keys import block_key
 from tests.support.fake_kv_port import FakeKVPort
 from tests.support.fake_runner import FakeRunner, expected_output, expected_prompt_logprobs
 from tests.support.infos import engine_info
@@ -39,6 +45,17 @@ def make_request(
         sampling=SamplingParams(seed=seed, **sampling),  # type: ignore[arg-type]
         **fields,  # type: ignore[arg-type]
     )
+
+
+def rechained(event: BlockStored) -> list[bytes]:
+    """Return the keys that follow from the event's tokens."""
+    parent, size, keys = event.parent_block_hash or event.scope, event.block_size, []
+    assert isinstance(parent, bytes)
+    assert len(event.token_ids) == size * len(event.block_hashes)
+    for start in range(0, len(event.token_ids), size):
+        parent = block_key(parent, event.token_ids[start : start + size])
+        keys.append(parent)
+    return keys
 
 
 @dataclass
@@ -102,6 +119,10 @@ class World:
             prefix_cache=prefix_cache,
         )
         self.info = make_info(specs=specs, block_size=block_size, max_model_len=max_model_len, max_running=max_running)
+        # What the events add up to, beside what the pools really have.
+        self.event_log = KVEventLog(len(specs), block_size)
+        self.event_log.enabled = True
+        self.told = HeldKeys()
         self.now_s = 100.0
         self.core = EngineCore(
             self.info,
@@ -111,6 +132,7 @@ class World:
             self.port,
             clock=lambda: self.now_s,
             wall_clock=lambda: self.now_s,
+            event_log=self.event_log,
         )
         pools = self.core.kv.pools
         self.runner.is_published = lambda group, block: pools[group].key_of(block) is not None
@@ -147,11 +169,25 @@ class World:
             self.step()
             steps += 1
             assert steps < limit, "the core does not come to an end"
+        self.check_events()
         unfinished = [key for key, attempt in self.attempts.items() if attempt.finish_reason is None]
         assert not unfinished, f"no terminal output for {unfinished}"
         assert self.core.kv.blocks_used == 0, "blocks did not come back"
         load = self.core.load()
         assert (load.running, load.waiting, load.waiting_kv) == (0, 0, 0)
+
+    def check_events(self) -> None:
+        """Take what was told since the last time: it must add up to the prefixes that all groups have."""
+        events = self.event_log.take()
+        for event in events:
+            if isinstance(event, BlockStored):
+                assert event.block_hashes == rechained(event), "a block's key is not that of its tokens"
+        self.told.apply(events)
+        pools = [{pool.key_of(block) for block in range(pool.num_blocks)} - {None} for pool in self.core.kv.pools]
+        held = set.intersection(*pools)
+        assert self.told.by_tier.get("device", set()) == held, "events and pools differ"
+        assert self.told.digests.get(MEDIUM_OF["device"], Digest()) == Digest.of(key for key in held if key)
+        assert set(self.event_log.content()) == held
 
     def check(self) -> None:
         if not self._check:
