@@ -1,8 +1,8 @@
 """A set-associative table from 64-bit fingerprints to bit planes, in flat arrays: its memory is known beforehand.
 
 Rows of 8 slots. A fingerprint may stand in one of two rows, which its two halves choose, so a lookup reads two cache
-lines and nothing more, and nothing is ever moved. A new one goes to the emptier row; with two choices rows of 8 are
-about 95 % full on average before the first one finds both of its rows full. Then the oldest of the 16 slots is reused:
+lines and nothing more, and nothing is ever moved. A new one goes to the emptier row: so rows fill evenly, and up to
+75 % hardly any finds both of its rows full (two choices, Azar et al. 1994). One that does takes the oldest of the 16:
 the least recently used fingerprint, but for chance. Everything works on many fingerprints at a time.
 """
 
@@ -28,10 +28,10 @@ class BlockTable:
     No fingerprint is 0. `on_evict` gets slots right before they are emptied for others.
     """
 
-    def __init__(self, max_blocks: int, num_planes: int, on_evict: Callable[[Slots], None]) -> None:
+    def __init__(self, num_slots: int, num_planes: int, on_evict: Callable[[Slots], None]) -> None:
         self.count = 0
         self.words = 1
-        self.num_rows = max(2, -(-max_blocks // WAYS))
+        self.num_rows = max(2, -(-num_slots // WAYS))
         self.num_slots = self.num_rows * WAYS
         self.prints: Words = np.zeros(self.num_slots, np.uint64)
         self.planes: list[Words | None] = [None] * num_planes

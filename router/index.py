@@ -24,6 +24,7 @@ TIERS: tuple[Tier, ...] = ("device", "ram", "disk", "remote")
 SPECULATIVE = len(TIERS)
 """The plane behind those of the tiers."""
 
+FILL = 0.75
 SPECULATION_TTL_S = 2.0
 LOOKUP_KEYS = 255
 """Keys per look into the table: a prompt that nobody knows costs one look, however long it is."""
@@ -35,8 +36,9 @@ Counts = NDArray[np.int64]
 class PrefixIndex:
     """Blocks by target and tier. `clock` is monotonic, in seconds.
 
-    Takes 12 bytes for each of `max_blocks`, and 8 more per tier in use and 64 targets. From 95 % on new blocks take the
-    place of the least recently used, roughly; a target's digest still tells what events said, not what is left of it.
+    Takes 16 bytes for each of `max_blocks`, and 11 more for each tier in use (speculation is one) and 64 targets. With
+    more blocks new ones more and more take the place of the least recently used, and there are never more than a third
+    too many. A target's digest still tells what events said, not what is left of it.
     """
 
     def __init__(self, max_blocks: int, clock: Callable[[], float]) -> None:
@@ -44,7 +46,7 @@ class PrefixIndex:
         self.evicted = 0
         self._clock = clock
         self._started_s = clock()
-        self._table = BlockTable(max_blocks, len(TIERS) + 1, self._on_evict)
+        self._table = BlockTable(int(max_blocks / FILL), len(TIERS) + 1, self._on_evict)
         self._bits = TargetBits(self._table)
         self._speculation = Speculation()
         # By bit: what events said that a tier holds, and the tiers of which something was evicted.
