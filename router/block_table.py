@@ -3,7 +3,8 @@
 Rows of 8 slots. A fingerprint may stand in one of two rows, which its two halves choose, so a lookup reads two cache
 lines and nothing more, and nothing is ever moved. A new one goes to the emptier row: so rows fill evenly, and up to
 75 % hardly any finds both of its rows full (two choices, Azar et al. 1994). One that does takes the oldest of the 16:
-the least recently used fingerprint, but for chance. Everything works on many fingerprints at a time.
+the least recently used fingerprint, but for chance. Most works on many fingerprints at a time, and costs as much for
+one: `find_one` and its like are for a few.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ class BlockTable:
         self.planes: list[Words | None] = [None] * num_planes
         self._ages: NDArray[np.uint32] = np.zeros(self.num_slots, np.uint32)
         self._rows = self.prints.reshape(self.num_rows, WAYS)
+        # The same memory for single reads and writes, which cost numpy ten times as much.
+        self._print_view, self._age_view = self.prints.data, self._ages.data
+        self._views: list[list[memoryview]] = [[] for _ in self.planes]
         self._on_evict = on_evict
 
     @property
@@ -48,15 +52,25 @@ class BlockTable:
         """Return a plane to write to."""
         plane = self.planes[index]
         if plane is None:
-            plane = self.planes[index] = np.zeros((self.words, self.num_slots), np.uint64)
+            plane = np.zeros((self.words, self.num_slots), np.uint64)
+            self._set_plane(index, plane)
         return plane
+
+    def view(self, index: int, word: int) -> memoryview:
+        """Return one word of a plane, to read and write single slots."""
+        self.plane(index)
+        return self._views[index][word]
+
+    def _set_plane(self, index: int, plane: Words) -> None:
+        self.planes[index] = plane
+        self._views[index] = [word.data for word in plane]
 
     def add_word(self) -> None:
         """Make room for 64 more bits about every fingerprint."""
         self.words += 1
         for index, plane in enumerate(self.planes):
             if plane is not None:
-                self.planes[index] = np.concatenate((plane, np.zeros((1, self.num_slots), np.uint64)))
+                self._set_plane(index, np.concatenate((plane, np.zeros((1, self.num_slots), np.uint64))))
 
     def find(self, prints: Words) -> Slots:
         """Return the slot of each fingerprint, -1 where it is not in the table."""
@@ -66,6 +80,48 @@ class BlockTable:
         slots = np.full(len(prints), -1, np.int64)
         slots[index] = np.where(way < WAYS, first[index], second[index] - 1) * WAYS + way
         return slots
+
+    def find_one(self, one: int) -> int:
+        """Return the slot of a fingerprint, -1 if it is not in the table."""
+        for row in self._choose(one):
+            prints = self._print_view[row * WAYS : row * WAYS + WAYS].tolist()
+            if one in prints:
+                return row * WAYS + int(prints.index(one))
+        return -1
+
+    def insert_one(self, one: int, age: int) -> int:
+        """Return the slot of a fingerprint, which is added if it was not there."""
+        slot = self.find_one(one)
+        if slot < 0:
+            slot = self._best_slot(one)
+            if self._print_view[slot]:
+                self._empty(np.array([slot]))
+            self._print_view[slot] = one
+            self.count += 1
+        self._age_view[slot] = age
+        return slot
+
+    def release_one(self, slot: int) -> None:
+        """Free a slot in use if no bit is set about its fingerprint."""
+        if not any(view[slot] for views in self._views for view in views):
+            self._print_view[slot] = 0
+            self.count -= 1
+
+    def _best_slot(self, one: int) -> int:
+        """Return a free slot of the emptier row, or the oldest one of both."""
+        starts = [row * WAYS for row in self._choose(one)]
+        rows = [self._print_view[start : start + WAYS].tolist() for start in starts]
+        emptier = int(rows[1].count(0) > rows[0].count(0))
+        if 0 in rows[emptier]:
+            return starts[emptier] + int(rows[emptier].index(0))
+        ages = [self._age_view[start : start + WAYS].tolist() for start in starts]
+        older = int(min(ages[1]) < min(ages[0]))
+        return starts[older] + int(ages[older].index(min(ages[older])))
+
+    def _choose(self, one: int) -> tuple[int, int]:
+        """`_choices` of one."""
+        first = (one >> 32) * self.num_rows >> 32
+        return first, (first + 1 + ((one & 0xFFFF_FFFF) * (self.num_rows - 1) >> 32)) % self.num_rows
 
     def touch(self, slots: Slots, age: int) -> None:
         """Mark as used. Ages never fall."""

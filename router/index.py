@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.events.digest import Digest
+from kvstore.events.digest import Digest, fingerprint
 from kvstore.keys import KEY_BYTES
 from router.block_table import EMPTY, BlockTable, Slots, Words
 from router.speculation import Speculation
@@ -30,6 +30,9 @@ LOOKUP_KEYS = 255
 """Keys per look into the table: a prompt that nobody knows costs one look, however long it is."""
 
 APPLY_KEYS = 65_536
+FEW_KEYS = 32
+"""Up to so many changes are cheaper one by one."""
+
 Counts = NDArray[np.int64]
 
 
@@ -41,10 +44,10 @@ class PrefixIndex:
     too many. A target's digest still tells what events said, not what is left of it.
     """
 
-    def __init__(self, max_blocks: int, clock: Callable[[], float]) -> None:
+    def __init__(self, max_blocks: int, clock: Callable[[], float], *, few_keys: int = FEW_KEYS) -> None:
         self.max_blocks = max_blocks
         self.evicted = 0
-        self._clock = clock
+        self._clock, self._few_keys = clock, few_keys
         self._started_s = clock()
         self._table = BlockTable(int(max_blocks / FILL), len(TIERS) + 1, self._on_evict)
         self._bits = TargetBits(self._table)
@@ -95,10 +98,15 @@ class PrefixIndex:
             return
         self._bits.sweep()
         self._end_speculation()
-        if removed:
+        if len(removed) > self._few_keys:
             self._remove(bit, tier, np.unique(_prints(removed)))
-        for start in range(0, len(stored), APPLY_KEYS):
-            self._store(bit, tier, np.unique(_prints(stored[start : start + APPLY_KEYS])))
+        elif removed:
+            self._remove_few(bit, tier, removed)
+        if len(stored) > self._few_keys:
+            for start in range(0, len(stored), APPLY_KEYS):
+                self._store(bit, tier, np.unique(_prints(stored[start : start + APPLY_KEYS])))
+        elif stored:
+            self._store_few(bit, tier, stored)
 
     def replace(self, target_id: str, content: Mapping[Tier, Sequence[bytes]]) -> None:
         """The target has exactly this."""
@@ -164,10 +172,41 @@ class PrefixIndex:
         known[known] = plane[slots[known]] & mask != EMPTY
         plane[slots[known]] &= ~mask
         self._table.release(slots[known])
-        lost = self._lost.get(tier)
-        # What is not there was evicted, if anything was: its removal is no surprise.
-        gone = prints if lost is not None and word < len(lost) and lost[word] & mask else prints[known]
-        self._count(bit, tier, gone, -1)
+        self._count(bit, tier, prints if self._has_lost(bit, tier) else prints[known], -1)
+
+    def _store_few(self, bit: int, tier: Tier, keys: Sequence[bytes]) -> None:
+        """`_store`, key by key."""
+        mask, view = int(mask_of(bit)), self._table.view(TIERS.index(tier), bit // WORD_BITS)
+        fresh, age = [], self._age()
+        for key in keys:
+            slot = self._table.insert_one(fingerprint(key), age)
+            if not view[slot] & mask:
+                view[slot] |= mask
+                fresh.append(key)
+        if fresh:
+            self._digests[bit][tier] = self._digests[bit].get(tier, Digest()).plus(fresh)
+
+    def _remove_few(self, bit: int, tier: Tier, keys: Sequence[bytes]) -> None:
+        """`_remove`, key by key."""
+        if self._table.planes[TIERS.index(tier)] is None:
+            return
+        mask, view = int(mask_of(bit)), self._table.view(TIERS.index(tier), bit // WORD_BITS)
+        gone = []
+        for key in dict.fromkeys(keys):
+            slot = self._table.find_one(fingerprint(key))
+            if slot >= 0 and view[slot] & mask:
+                view[slot] &= ~mask
+                self._table.release_one(slot)
+                gone.append(key)
+            elif self._has_lost(bit, tier):
+                gone.append(key)
+        if gone:
+            self._digests[bit][tier] = self._digests[bit].get(tier, Digest()).minus(gone)
+
+    def _has_lost(self, bit: int, tier: Tier) -> bool:
+        """Whether something was evicted that the tier may still have: then it is no surprise when that is removed."""
+        lost, word = self._lost.get(tier), bit // WORD_BITS
+        return lost is not None and word < len(lost) and bool(lost[word] & mask_of(bit))
 
     def _count(self, bit: int, tier: Tier, prints: Words, sign: int) -> None:
         digest = self._digests[bit].get(tier, Digest())

@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.events.digest import Digest
@@ -37,12 +39,13 @@ class Clock:
 
 @dataclass
 class Pair:
-    """The index beside its twin."""
+    """The index beside its twin. With `few_keys` 0 everything goes through arrays."""
 
+    few_keys: int
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
-        self.index = PrefixIndex(4096, self.clock)
+        self.index = PrefixIndex(4096, self.clock, few_keys=self.few_keys)
         self.twin = IndexTwin(4096, self.clock)
 
 
@@ -57,9 +60,11 @@ some_keys = st.one_of(prefixes, st.lists(st.sampled_from(KEYS), max_size=6, uniq
 
 
 class IndexMachine(RuleBasedStateMachine):
+    few_keys = 4
+
     def __init__(self) -> None:
         super().__init__()
-        self.pair = Pair()
+        self.pair = Pair(self.few_keys)
 
     def both(self, method: str, *args: object, **fields: object) -> None:
         getattr(self.pair.index, method)(*args, **fields)
@@ -117,7 +122,13 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.pair.index.num_blocks == 0, "blocks of dropped targets stayed"
 
 
+class ArrayMachine(IndexMachine):
+    few_keys = 0
+
+
 TestIndex = IndexMachine.TestCase
+TestIndexOfArrays = ArrayMachine.TestCase
+TestIndex.settings = TestIndexOfArrays.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_many_targets_take_more_words_and_stay_apart() -> None:
@@ -155,9 +166,10 @@ def test_long_prompts_are_followed_over_several_looks() -> None:
     assert index.lookup(query(keys)) == {"half": Hit(device=450 * SIZE, disk=350 * SIZE)}
 
 
-def test_a_full_index_forgets_what_was_not_used_for_longest() -> None:
+@pytest.mark.parametrize("few_keys", [0, 1000])
+def test_a_full_index_forgets_what_was_not_used_for_longest(few_keys: int) -> None:
     clock = Clock()
-    index = PrefixIndex(4096, clock)
+    index = PrefixIndex(4096, clock, few_keys=few_keys)
     index.add_target("t")
     used, unused = chain(1, 100), chain(2, 100)
     index.apply("t", stored=used + unused)
@@ -171,9 +183,10 @@ def test_a_full_index_forgets_what_was_not_used_for_longest() -> None:
     assert index.lookup(query(unused)).get("t", Hit()).device < len(unused) * SIZE
 
 
-def test_the_digest_tells_what_events_said_also_of_what_was_forgotten() -> None:
+@pytest.mark.parametrize("few_keys", [0, 5000])
+def test_the_digest_tells_what_events_said_also_of_what_was_forgotten(few_keys: int) -> None:
     clock = Clock()
-    index = PrefixIndex(256, clock)
+    index = PrefixIndex(256, clock, few_keys=few_keys)
     index.add_target("t")
     keys = [key for seed in range(40) for key in chain(seed, 100)]
     for start in range(0, len(keys), 100):
