@@ -29,6 +29,44 @@ def test_our_own_batches_come_back_as_they_were() -> None:
     assert decode_batch(encode_batch(batch)) == batch
 
 
+class TheirStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
+    """As consumers of other engines' events declare it: some fields have no default."""
+
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+class TheirRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
+    block_hashes: list[bytes | int]
+    medium: str | None
+
+
+class TheirCleared(msgspec.Struct, omit_defaults=True, tag="AllBlocksCleared"):
+    pass
+
+
+class TheirBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[TheirStored | TheirRemoved | TheirCleared]
+    data_parallel_rank: int | None = None
+
+
+def test_others_can_read_our_batches() -> None:
+    keys = [numbered_key(1), numbered_key(2)]
+    ours = EventBatch(2.5, [stored(keys), removed(keys), AllBlocksCleared()], 1, 77, {"GPU": Digest()})
+    theirs = msgspec.msgpack.decode(encode_batch(ours), type=TheirBatch)
+    assert theirs == TheirBatch(
+        2.5,
+        [TheirStored(list(keys), None, [7] * 8, 4, None, "GPU", None), TheirRemoved(list(keys), "GPU"), TheirCleared()],
+        1,
+    )
+
+
 @pytest.mark.parametrize(
     "event",
     [

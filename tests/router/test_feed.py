@@ -240,3 +240,31 @@ async def test_a_foreign_publisher_without_replay_is_known_from_its_next_event_o
         )
         await until(lambda: not feed.index.lookup(ask(keys)), "a gap without replay takes back all claims")
         publisher.close(0)
+
+
+async def test_with_keys_only_who_has_the_publishers_key_reads(context: zmq.Context[Socket]) -> None:
+    public_key, secret_key = zmq.curve_keypair()
+    stranger_key, _ = zmq.curve_keypair()
+    own_public, own_secret = zmq.curve_keypair()
+
+    def serve_with_key(socket: Socket) -> None:
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, secret_key)
+
+    def connect_with_key(socket: Socket, server_key: str) -> None:
+        socket.set(zmq.CURVE_SERVERKEY, server_key.encode())
+        socket.set(zmq.CURVE_PUBLICKEY, own_public)
+        socket.set(zmq.CURVE_SECRETKEY, own_secret)
+
+    cache = CacheOfKeys(random.Random(9))
+    publisher = EventPublisher(ANY, ANY, cache.content, secure=serve_with_key, heartbeat_s=0.05)
+    feed = IndexFeed(PrefixIndex(1000, monotonic), context=context, secure=connect_with_key)
+    try:
+        publisher.publish(cache.step())
+        for target, key in (("stranger", stranger_key), ("friend", public_key)):
+            feed.open_target(target, publisher.address, publisher.replay_address, public_key=key.decode())
+        await until(lambda: bool(feed.index.digest("friend")), "the one with the right key reads")
+        assert not feed.is_synced("stranger")
+    finally:
+        await feed.close()
+        publisher.close()
