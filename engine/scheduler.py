@@ -324,9 +324,8 @@ class Scheduler:
         if not self.kv.publish(request.tables, index, keys[index]):
             return False
         if self._event_log is not None and self._event_log.enabled:
-            size, scope = request.block_size, request.chain.scope
-            token_ids = request.tokens[index * size : (index + 1) * size]
-            self._event_log.stored(scope, keys[index - 1] if index else None, keys[index], token_ids)
+            size = request.block_size
+            self._event_log.stored(request.chain.scope, keys, index, request.tokens[index * size : (index + 1) * size])
         return True
 
     def close_step(self, launched: LaunchedStep) -> None:

@@ -14,14 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.events.digest import Digest, fingerprint
+from kvstore.events.media import Tier
 from kvstore.keys import KEY_BYTES
 from router.block_table import EMPTY, BlockTable, Slots, Words
 from router.speculation import Speculation
 from router.target_bits import WORD_BITS, TargetBits, mask_of
-from router.values import Hit, Query, Tier
+from router.values import Hit, Query
 
 TIERS: tuple[Tier, ...] = ("device", "ram", "disk", "remote")
-SPECULATIVE = len(TIERS)
+"""Those that a hit tells apart, in its order."""
+
+PLANES: tuple[Tier, ...] = (*TIERS, "device_run", "device_end")
+RUN, END = 4, 5
+SPECULATIVE = len(PLANES)
 """The plane behind those of the tiers."""
 
 FILL = 0.75
@@ -33,7 +38,7 @@ APPLY_KEYS = 65_536
 FEW_KEYS = 32
 """Up to so many changes are cheaper one by one."""
 
-Counts = NDArray[np.int64]
+Counts = NDArray[np.int64 | np.uint8]
 
 
 class PrefixIndex:
@@ -49,7 +54,7 @@ class PrefixIndex:
         self.evicted = 0
         self._clock, self._few_keys = clock, few_keys
         self._started_s = clock()
-        self._table = BlockTable(int(max_blocks / FILL), len(TIERS) + 1, self._on_evict)
+        self._table = BlockTable(int(max_blocks / FILL), len(PLANES) + 1, self._on_evict)
         self._bits = TargetBits(self._table)
         self._speculation = Speculation()
         # By bit: what events said that a tier holds, and the tiers of which something was evicted.
@@ -128,14 +133,16 @@ class PrefixIndex:
     def lookup(self, query: Query) -> dict[str, Hit]:
         """Return what each target has of the prompt's beginning. Targets that have nothing are left out.
 
-        The device serves what it has up to its first gap; from there on the other tiers do, up to theirs. The last
-        token of a prompt is always computed.
+        The device serves what it has up to its first gap, or up to the last end before that where it has windows; from
+        there on the other tiers do, up to theirs. The last token of a prompt is always computed.
         """
         self._end_speculation()
         counts: Counts | None = None
         state = (self._bits.live, self._bits.live)
-        for start in range(0, len(query.keys), LOOKUP_KEYS):
-            state, found = self._look(_prints(query.keys[start : start + LOOKUP_KEYS]), *state)
+        # An end may be anywhere in a run: where there are such, the whole prompt is one look.
+        step = LOOKUP_KEYS if self._table.planes[RUN] is None else max(1, len(query.keys))
+        for start in range(0, len(query.keys), step):
+            state, found = self._look(_prints(query.keys[start : start + step]), *state)
             counts = found if counts is None else counts + found
             if not state[1].any():
                 break
@@ -152,7 +159,7 @@ class PrefixIndex:
     def _store(self, bit: int, tier: Tier, prints: Words) -> None:
         slots = self._table.insert(prints, self._age())
         word, mask = bit // WORD_BITS, mask_of(bit)
-        plane = self._table.plane(TIERS.index(tier))[word]
+        plane = self._table.plane(PLANES.index(tier))[word]
         placed = slots >= 0
         before = plane[slots[placed]]
         plane[slots[placed]] = before | mask
@@ -163,7 +170,7 @@ class PrefixIndex:
         self._count(bit, tier, prints[~placed], 1)
 
     def _remove(self, bit: int, tier: Tier, prints: Words) -> None:
-        index, word, mask = TIERS.index(tier), bit // WORD_BITS, mask_of(bit)
+        index, word, mask = PLANES.index(tier), bit // WORD_BITS, mask_of(bit)
         slots = self._table.find(prints)
         if self._table.planes[index] is None:
             return
@@ -176,7 +183,7 @@ class PrefixIndex:
 
     def _store_few(self, bit: int, tier: Tier, keys: Sequence[bytes]) -> None:
         """`_store`, key by key."""
-        mask, view = int(mask_of(bit)), self._table.view(TIERS.index(tier), bit // WORD_BITS)
+        mask, view = int(mask_of(bit)), self._table.view(PLANES.index(tier), bit // WORD_BITS)
         fresh, age = [], self._age()
         for key in keys:
             slot = self._table.insert_one(fingerprint(key), age)
@@ -188,9 +195,9 @@ class PrefixIndex:
 
     def _remove_few(self, bit: int, tier: Tier, keys: Sequence[bytes]) -> None:
         """`_remove`, key by key."""
-        if self._table.planes[TIERS.index(tier)] is None:
+        if self._table.planes[PLANES.index(tier)] is None:
             return
-        mask, view = int(mask_of(bit)), self._table.view(TIERS.index(tier), bit // WORD_BITS)
+        mask, view = int(mask_of(bit)), self._table.view(PLANES.index(tier), bit // WORD_BITS)
         gone = []
         for key in dict.fromkeys(keys):
             slot = self._table.find_one(fingerprint(key))
@@ -215,7 +222,7 @@ class PrefixIndex:
 
     def _on_evict(self, slots: Slots) -> None:
         self.evicted += len(slots)
-        for tier, plane in zip(TIERS, self._table.planes, strict=False):
+        for tier, plane in zip(PLANES, self._table.planes, strict=False):
             if plane is not None:
                 for word, bits in enumerate(np.bitwise_or.reduce(plane[:, slots], axis=1) & self._bits.live):
                     self._note_lost(tier, word, bits)
@@ -249,15 +256,19 @@ class PrefixIndex:
         slots = self._table.find(prints)
         known = slots >= 0
         self._table.touch(slots[known], self._age())
-        real, *held = (self._bits_at(index, slots, known) for index in range(len(TIERS)))
-        expected = self._bits_at(SPECULATIVE, slots, known)
+        real, *held, run, end, expected = (self._bits_at(index, slots, known) for index in range(SPECULATIVE + 1))
         if real is None:
             real = np.zeros((self._table.words, len(prints)), np.uint64)
-        on_device = _run(real if expected is None else real | expected, device)
+        if run is None:
+            on_device = _run(real if expected is None else real | expected, device)
+        else:
+            ends = _any_of(real, end, expected)
+            real = real | run
+            on_device = _up_to_last(_run(_any_of(real, expected), device) & ends)
         counts = np.zeros((len(TIERS) + 1, len(self._bits.names)), np.int64)
         counts[0] = _per_bit(on_device)
         if expected is not None:
-            counts[SPECULATIVE] = _per_bit(on_device & ~real)
+            counts[len(TIERS)] = _per_bit(on_device & ~real)
         covered = on_device
         others = [bits for bits in held if bits is not None]
         if others:
@@ -299,7 +310,7 @@ def _shorten(tokens: Counts, over: Counts) -> None:
         less = np.minimum(over, tokens[tier])
         tokens[tier] -= less
         over -= less
-    tokens[SPECULATIVE] = np.minimum(tokens[SPECULATIVE], tokens[0])
+    tokens[-1] = np.minimum(tokens[-1], tokens[0])
 
 
 def _prints(keys: Sequence[bytes]) -> Words:
@@ -317,9 +328,21 @@ def _run(bits: Words, before: Words) -> Words:
     return runs & before[:, None]
 
 
-def _per_bit(bits: Words) -> NDArray[np.uint8]:
+def _any_of(bits: Words, *others: Words | None) -> Words:
+    for one in others:
+        bits = bits if one is None else bits | one
+    return bits
+
+
+def _up_to_last(bits: Words) -> Words:
+    """Return, for (words, blocks), the bits that are set in the block or in a later one."""
+    return np.bitwise_or.accumulate(bits[:, ::-1], axis=1)[:, ::-1]
+
+
+def _per_bit(bits: Words) -> Counts:
     """Return how often each bit is set over all blocks."""
     octets = np.ascontiguousarray(bits, "<u8").view(np.uint8).reshape(*bits.shape, 8)
-    # In bytes, which is fast and enough for LOOKUP_KEYS blocks.
-    counts: NDArray[np.uint8] = np.unpackbits(octets, axis=-1, bitorder="little").sum(axis=1, dtype=np.uint8)
+    # In bytes where they are enough, which is faster.
+    dtype = np.uint8 if bits.shape[1] <= LOOKUP_KEYS else np.int64
+    counts: Counts = np.unpackbits(octets, axis=-1, bitorder="little").sum(axis=1, dtype=dtype)
     return counts.reshape(-1)

@@ -109,7 +109,7 @@ def _publishing(spec: CoreSpec, engine: LoadedEngine) -> Iterator[Callable[[], N
         yield lambda: None
         return
     log.enabled = True
-    publisher = EventPublisher(spec.events_address, spec.events_replay_address, lambda: {"device": log.content()})
+    publisher = EventPublisher(spec.events_address, spec.events_replay_address, log.content)
     try:
         yield lambda: publisher.publish(log.take())
     finally:
@@ -173,7 +173,7 @@ def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
     from engine.runner.build import build_engine
 
     info, runner, num_blocks, assets = build_engine(config, on_progress)
-    log = KVEventLog(len(info.kv_groups), info.block_size)
+    log = KVEventLog([group.window_tokens for group in info.kv_groups], info.block_size)
     core = EngineCore(info, config, runner, num_blocks, grammars=pool_for(info, assets), event_log=log)
     return LoadedEngine(core, info, assets, log)
 

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-Tier = Literal["device", "ram", "disk", "remote"]
+Tier = Literal["device", "ram", "disk", "remote", "device_run", "device_end"]
+"""The device of an engine with sliding windows has two: a hit there is a run of blocks from a prompt's start, of which
+the last is an end as well (engine/kv/event_log.py)."""
 
-MEDIUM_OF: dict[Tier, str] = {"device": "GPU", "ram": "CPU", "disk": "DISK", "remote": "EXTERNAL"}
-"""What we publish, whatever the device is: the names that consumers know."""
+MEDIUM_OF: dict[Tier, str] = {
+    "device": "GPU",
+    "ram": "CPU",
+    "disk": "DISK",
+    "remote": "EXTERNAL",
+    "device_run": "GPU_RUN",
+    "device_end": "GPU_END",
+}
+"""What we publish, whatever the device is: the names that consumers know, and two that only ours do."""
 
 _TIERS: dict[str, Tier] = {
     "GPU": "device",
@@ -19,6 +28,8 @@ _TIERS: dict[str, Tier] = {
     "STORAGE": "disk",
     "EXTERNAL": "remote",
     "REMOTE": "remote",
+    "GPU_RUN": "device_run",
+    "GPU_END": "device_end",
 }
 
 

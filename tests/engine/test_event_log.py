@@ -49,13 +49,18 @@ def test_a_longer_conversation_goes_on_where_the_known_part_ends() -> None:
     assert stored.token_ids == second[8:]
 
 
-def test_what_one_group_has_lost_is_told_as_removed() -> None:
+def test_where_the_window_has_gone_a_prefix_has_no_end() -> None:
     world = World(specs=[FULL, sliding(4)], num_blocks=(65, 5), max_step_tokens=4)
     world.submit(make_request("long", list(range(1, 42)), max_tokens=1))
     world.run()
     full, window = world.core.kv.pools
     assert sum(full.key_of(block) is not None for block in range(full.num_blocks)) == 10
-    assert len(world.told) == sum(window.key_of(block) is not None for block in range(window.num_blocks)) <= 4
+    assert len(world.told.by_tier["device_run"]) == 10
+    assert (
+        len(world.told.by_tier["device_end"])
+        == sum(window.key_of(block) is not None for block in range(window.num_blocks))
+        <= 4
+    )
 
 
 def test_a_reset_is_told_once_and_nothing_is_told_when_nobody_listens() -> None:
@@ -65,7 +70,7 @@ def test_a_reset_is_told_once_and_nothing_is_told_when_nobody_listens() -> None:
     world.core.reset_prefix_cache()
     world.core.reset_prefix_cache()
     assert world.event_log.take() == [AllBlocksCleared()]
-    deaf = KVEventLog(1, 4)
+    deaf = KVEventLog([None], 4)
     deaf.on_block(0, BlockEvent("stored", b"x" * 32))
-    deaf.stored(SCOPE, None, b"x" * 32, [1, 2, 3, 4])
+    deaf.stored(SCOPE, [b"x" * 32], 0, [1, 2, 3, 4])
     assert deaf.take() == []

@@ -11,10 +11,11 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.events.digest import Digest
+from kvstore.events.media import Tier
 from kvstore.keys import PUBLIC_SCOPE, KeyChain
-from router.index import FILL, TIERS, PrefixIndex
+from router.index import FILL, PLANES, PrefixIndex
 from router.target_bits import SWEEP_SLOTS
-from router.values import Hit, Query, Tier
+from router.values import Hit, Query
 from tests.support.index_twin import IndexTwin
 
 SIZE = 4
@@ -54,7 +55,7 @@ KEYS = sorted({key for keys in CHAINS for key in keys})
 NAMES = [f"w{number}/0" for number in range(5)]
 
 names = st.sampled_from(NAMES)
-tiers = st.sampled_from(TIERS)
+tiers = st.sampled_from(PLANES)
 prefixes = st.tuples(st.sampled_from(CHAINS), st.integers(0, 12)).map(lambda pair: pair[0][: pair[1]])
 some_keys = st.one_of(prefixes, st.lists(st.sampled_from(KEYS), max_size=6, unique=True))
 
@@ -164,6 +165,24 @@ def test_long_prompts_are_followed_over_several_looks() -> None:
     index.apply("half", stored=keys[:450])
     index.apply("half", stored=keys[440:800], tier="disk")
     assert index.lookup(query(keys)) == {"half": Hit(device=450 * SIZE, disk=350 * SIZE)}
+
+
+def test_a_hit_of_an_engine_with_windows_ends_at_an_end_of_its_run() -> None:
+    index = PrefixIndex(10_000, Clock())
+    keys = chain(7, 700)
+    for name, ends in (("late", keys[650:651]), ("early", keys[2:3] + keys[690:]), ("none", [])):
+        index.add_target(name)
+        index.apply(name, stored=keys[:680], tier="device_run")
+        index.apply(name, stored=ends, tier="device_end")
+    index.add_target("plain")
+    index.apply("plain", stored=keys[:5])
+    index.apply("early", stored=keys[3:6], tier="ram")
+    expected = {
+        "late": Hit(device=651 * SIZE),
+        "early": Hit(device=3 * SIZE, ram=3 * SIZE),
+        "plain": Hit(device=5 * SIZE),
+    }
+    assert index.lookup(query(keys)) == expected
 
 
 @pytest.mark.parametrize("few_keys", [0, 1000])

@@ -13,11 +13,13 @@ from engine.plan import NULL_BLOCK
 from engine.protocol import EngineInfo, GenerateRequest, KVGroupSpec, SamplingParams, TokenLogprobs, TokenOutput
 from kvstore.events.digest import Digest
 from kvstore.events.held import HeldKeys
-from kvstore.events.media import MEDIUM_OF
+from kvstore.events.media import MEDIUM_OF, Tier
 from kvstore.events.messages import BlockStored
-from kvstore.keys import block_key
+from kvstore.keys import KeyChain, block_key
+from router.values import NO_HIT, Query
 from tests.support.fake_kv_port import FakeKVPort
 from tests.support.fake_runner import FakeRunner, expected_output, expected_prompt_logprobs
+from tests.support.index_twin import IndexTwin
 from tests.support.infos import engine_info
 
 VOCAB_SIZE = 50
@@ -119,8 +121,9 @@ class World:
             prefix_cache=prefix_cache,
         )
         self.info = make_info(specs=specs, block_size=block_size, max_model_len=max_model_len, max_running=max_running)
+        self.windows = [spec.window_tokens for spec in specs]
         # What the events add up to, beside what the pools really have.
-        self.event_log = KVEventLog(len(specs), block_size)
+        self.event_log = KVEventLog(self.windows, block_size)
         self.event_log.enabled = True
         self.told = HeldKeys()
         self.now_s = 100.0
@@ -181,13 +184,40 @@ class World:
         events = self.event_log.take()
         for event in events:
             if isinstance(event, BlockStored):
-                assert event.block_hashes == rechained(event), "a block's key is not that of its tokens"
+                assert event.medium == MEDIUM_OF["device_end"] or event.block_hashes == rechained(event), (
+                    "a block's key is not that of its tokens"
+                )
         self.told.apply(events)
-        pools = [{pool.key_of(block) for block in range(pool.num_blocks)} - {None} for pool in self.core.kv.pools]
-        held = set.intersection(*pools)
-        assert self.told.by_tier.get("device", set()) == held, "events and pools differ"
-        assert self.told.digests.get(MEDIUM_OF["device"], Digest()) == Digest.of(key for key in held if key)
-        assert set(self.event_log.content()) == held
+        pools = self.core.kv.pools
+        full = [pool for pool, window in zip(pools, self.windows, strict=True) if window is None] or pools
+        held = set.intersection(*({pool.key_of(block) for block in range(pool.num_blocks)} - {None} for pool in full))
+        tier: Tier = "device_run" if None in self.windows and any(self.windows) else "device"
+        told = self.told.by_tier
+        assert told.get(tier, set()) == held, "events and pools differ"
+        assert {name: keys for name, keys in told.items() if keys} == {
+            name: set(keys) for name, keys in self.event_log.content().items() if keys
+        }
+        for name, keys in told.items():
+            assert self.told.digests.get(MEDIUM_OF[name], Digest()) == Digest.of(keys)
+        self.check_claims()
+
+    def check_claims(self) -> None:
+        """What a router may claim for a prompt is what the engine can serve; the same, unless all groups slide or a
+        window ends at a block's first token."""
+        size, told, clock = self.info.block_size, self.told.by_tier, lambda: 0.0
+        twin = IndexTwin(0, clock)
+        twin.add_target("t")
+        for tier, stored in told.items():
+            twin.apply("t", stored=list(stored), tier=tier)
+        exact = None in self.windows and all(window is None or window % size != 1 for window in self.windows)
+        for attempt in list(self.attempts.values())[-5:]:
+            tokens = attempt.request.prompt_ids + attempt.tokens
+            keys = KeyChain(attempt.request.cache_scope, size).extend(tokens)
+            # One token more than the blocks have: nothing is computed again for its logits.
+            served = self.core.kv.match(keys, len(keys) * size + 1).num_blocks
+            query = Query(request_id="q", prompt_tokens=len(keys) * size + 1, keys=keys, block_size=size)
+            claimed = twin.lookup(query).get("t", NO_HIT).tokens // size
+            assert claimed == served if exact and size > 1 else claimed <= served, "a claim that nobody can serve"
 
     def check(self) -> None:
         if not self._check:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvstore.events.digest import Digest
-from router.values import Hit, Query, Tier
+from kvstore.events.media import Tier
+from router.index import PLANES
+from router.values import Hit, Query
 
 TIERS: tuple[Tier, ...] = ("device", "ram", "disk", "remote")
 SPECULATION_TTL_S = 2.0
@@ -26,7 +28,7 @@ class IndexTwin:
 
     def add_target(self, target_id: str) -> None:
         """Begin to know a target, with nothing in it. One that is known keeps what it has."""
-        self._held.setdefault(target_id, {tier: {} for tier in TIERS})
+        self._held.setdefault(target_id, {tier: {} for tier in PLANES})
         self._expected.setdefault(target_id, {})
 
     def drop_target(self, target_id: str) -> None:
@@ -74,15 +76,22 @@ class IndexTwin:
     def _hit(self, target_id: str, query: Query) -> Hit:
         held, expected, now_s = self._held[target_id], self._expected[target_id], self._clock()
         counts = dict.fromkeys((*TIERS, "speculative"), 0)
-        on_device = True
-        for key in query.keys:
-            real = key in held["device"]
-            on_device = on_device and (real or expected.get(key, now_s) > now_s)
+        real = held["device"].keys() | held["device_run"].keys()
+        ends = held["device"].keys() | held["device_end"].keys()
+        device_blocks = 0
+        for index, key in enumerate(query.keys):
+            is_expected = expected.get(key, now_s) > now_s
+            if key not in real and not is_expected:
+                break
+            if key in ends or is_expected:
+                device_blocks = index + 1
+        for index, key in enumerate(query.keys):
+            on_device = index < device_blocks
             tier = "device" if on_device else next((t for t in TIERS[1:] if key in held[t]), None)
             if tier is None:
                 break
             counts[tier] += query.block_size
-            counts["speculative"] += query.block_size * (on_device and not real)
+            counts["speculative"] += query.block_size * (on_device and key not in real)
         over = max(0, sum(counts[tier] for tier in TIERS) - (query.prompt_tokens - 1))
         for tier in reversed(TIERS):
             less = min(over, counts[tier])
