@@ -69,6 +69,7 @@ class Fuzz:
         self.drain()
 
     def occasionally(self) -> None:
+        self.world.check_events()
         if self.rng.random() < 0.3:
             self.world.core.reset_prefix_cache()
             self.world.check()

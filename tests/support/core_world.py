@@ -8,10 +8,18 @@ from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.kv.event_log import KVEventLog
 from engine.plan import NULL_BLOCK
 from engine.protocol import EngineInfo, GenerateRequest, KVGroupSpec, SamplingParams, TokenLogprobs, TokenOutput
+from kvstore.events.digest import Digest
+from kvstore.events.held import HeldKeys
+from kvstore.events.media import MEDIUM_OF, Tier
+from kvstore.events.messages import BlockStored
+from kvstore.keys import KeyChain, block_key
+from router.values import NO_HIT, Query
 from tests.support.fake_kv_port import FakeKVPort
 from tests.support.fake_runner import FakeRunner, expected_output, expected_prompt_logprobs
+from tests.support.index_twin import IndexTwin
 from tests.support.infos import engine_info
 
 VOCAB_SIZE = 50
@@ -39,6 +47,17 @@ def make_request(
         sampling=SamplingParams(seed=seed, **sampling),  # type: ignore[arg-type]
         **fields,  # type: ignore[arg-type]
     )
+
+
+def rechained(event: BlockStored) -> list[bytes]:
+    """Return the keys that follow from the event's tokens."""
+    parent, size, keys = event.parent_block_hash or event.scope, event.block_size, []
+    assert isinstance(parent, bytes)
+    assert len(event.token_ids) == size * len(event.block_hashes)
+    for start in range(0, len(event.token_ids), size):
+        parent = block_key(parent, event.token_ids[start : start + size])
+        keys.append(parent)
+    return keys
 
 
 @dataclass
@@ -102,6 +121,11 @@ class World:
             prefix_cache=prefix_cache,
         )
         self.info = make_info(specs=specs, block_size=block_size, max_model_len=max_model_len, max_running=max_running)
+        self.windows = [spec.window_tokens for spec in specs]
+        # What the events add up to, beside what the pools really have.
+        self.event_log = KVEventLog(self.windows, block_size)
+        self.event_log.enabled = True
+        self.told = HeldKeys()
         self.now_s = 100.0
         self.core = EngineCore(
             self.info,
@@ -111,6 +135,7 @@ class World:
             self.port,
             clock=lambda: self.now_s,
             wall_clock=lambda: self.now_s,
+            event_log=self.event_log,
         )
         pools = self.core.kv.pools
         self.runner.is_published = lambda group, block: pools[group].key_of(block) is not None
@@ -147,11 +172,52 @@ class World:
             self.step()
             steps += 1
             assert steps < limit, "the core does not come to an end"
+        self.check_events()
         unfinished = [key for key, attempt in self.attempts.items() if attempt.finish_reason is None]
         assert not unfinished, f"no terminal output for {unfinished}"
         assert self.core.kv.blocks_used == 0, "blocks did not come back"
         load = self.core.load()
         assert (load.running, load.waiting, load.waiting_kv) == (0, 0, 0)
+
+    def check_events(self) -> None:
+        """Take what was told since the last time: it must add up to the prefixes that all groups have."""
+        events = self.event_log.take()
+        for event in events:
+            if isinstance(event, BlockStored):
+                assert event.medium == MEDIUM_OF["device_end"] or event.block_hashes == rechained(event), (
+                    "a block's key is not that of its tokens"
+                )
+        self.told.apply(events)
+        pools = self.core.kv.pools
+        full = [pool for pool, window in zip(pools, self.windows, strict=True) if window is None] or pools
+        held = set.intersection(*({pool.key_of(block) for block in range(pool.num_blocks)} - {None} for pool in full))
+        tier: Tier = "device_run" if None in self.windows and any(self.windows) else "device"
+        told = self.told.by_tier
+        assert told.get(tier, set()) == held, "events and pools differ"
+        assert {name: keys for name, keys in told.items() if keys} == {
+            name: set(keys) for name, keys in self.event_log.content().items() if keys
+        }
+        for name, keys in told.items():
+            assert self.told.digests.get(MEDIUM_OF[name], Digest()) == Digest.of(keys)
+        self.check_claims()
+
+    def check_claims(self) -> None:
+        """What a router may claim for a prompt is what the engine can serve; the same, unless all groups slide or a
+        window ends at a block's first token."""
+        size, told, clock = self.info.block_size, self.told.by_tier, lambda: 0.0
+        twin = IndexTwin(0, clock)
+        twin.add_target("t")
+        for tier, stored in told.items():
+            twin.apply("t", stored=list(stored), tier=tier)
+        exact = None in self.windows and all(window is None or window % size != 1 for window in self.windows)
+        for attempt in list(self.attempts.values())[-5:]:
+            tokens = attempt.request.prompt_ids + attempt.tokens
+            keys = KeyChain(attempt.request.cache_scope, size).extend(tokens)
+            # One token more than the blocks have: nothing is computed again for its logits.
+            served = self.core.kv.match(keys, len(keys) * size + 1).num_blocks
+            query = Query(request_id="q", prompt_tokens=len(keys) * size + 1, keys=keys, block_size=size)
+            claimed = twin.lookup(query).get("t", NO_HIT).tokens // size
+            assert claimed == served if exact and size > 1 else claimed <= served, "a claim that nobody can serve"
 
     def check(self) -> None:
         if not self._check:

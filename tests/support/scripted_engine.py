@@ -174,11 +174,13 @@ def load_scripted(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine
 
 
 class ScriptedProcess:
-    """One engine process at `address`; `module` may also be the real one."""
+    """One engine process at `address`; `module` may also be the real one. `fields` are further ones of the spec."""
 
-    def __init__(self, address: str, config: EngineConfig, module: str = "tests.support.scripted_engine") -> None:
+    def __init__(
+        self, address: str, config: EngineConfig, module: str = "tests.support.scripted_engine", **fields: str
+    ) -> None:
         self._module = module
-        self._spec = CoreSpec(config=config, address=address, log_level="warning")
+        self._spec = CoreSpec(config=config, address=address, log_level="warning", **fields)  # type: ignore[arg-type]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -222,9 +224,9 @@ def scripted_process(address: str, **config: object) -> Iterator[ScriptedProcess
 
 @contextmanager
 def engine_process(
-    address: str, config: EngineConfig, module: str = "tests.support.scripted_engine"
+    address: str, config: EngineConfig, module: str = "tests.support.scripted_engine", **fields: str
 ) -> Iterator[ScriptedProcess]:
-    process = ScriptedProcess(address, config, module)
+    process = ScriptedProcess(address, config, module, **fields)
     try:
         yield process
     finally:
