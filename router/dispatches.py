@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 MAX_SHARED_KEYS = 1_024
-"""Of one dispatch: 64 Ki tokens in blocks of 64. Behind that a peer learns of the blocks from the target's own events."""
+"""Of one dispatch: 64 Ki tokens in blocks of 64. Of what lies behind a peer learns from the target's own events."""
 
 
 class Dispatch(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +46,7 @@ class RemoteDispatches(Protocol):
     """Told of the leases of other processes. `peer_id` names one life of one peer: a restarted one has another.
 
     Events of one lease come in order and once. Ids that are not known are ignored: their dispatch was lost, or the
-    peer was forgotten. Targets that are not known are kept or ignored as the receiver likes, also when they appear later.
+    peer was forgotten. Targets that are not known are kept or ignored, as the receiver likes.
     """
 
     def peer_dispatched(self, peer_id: str, dispatch: Dispatch) -> None: ...
