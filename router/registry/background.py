@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 log = logging.getLogger("headrace.registry")
 
 FIRST_PAUSE_S = 0.1
-MAX_PAUSE_S = 5.0
+MAX_PAUSE_S = 2.0
 
 
 class Backoff:
@@ -51,8 +51,11 @@ class Background:
             log.info("%s: reached again", self._what)
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.wait((self._task,))
+        """Return when the task has ended. A client library may swallow a cancellation that comes at a bad moment (redis
+        does so while it puts a connection back), so it is asked until it obeys."""
+        while not self._task.done():
+            self._task.cancel()
+            await asyncio.wait((self._task,), timeout=0.1)
 
     async def _run(self) -> None:
         while True:

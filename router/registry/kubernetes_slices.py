@@ -95,8 +95,8 @@ class Address:
 
 
 class SliceWatch:
-    """`on_change` is called whenever `addresses` may have changed. `follow` is to be called again after any error but
-    goes on where it was."""
+    """`on_change` is called whenever `addresses` may have changed. `follow` is to be called again after it
+    ended and after any error, and goes on where it was."""
 
     def __init__(
         self,
@@ -133,9 +133,8 @@ class SliceWatch:
         if self._version is None:
             self._version = await self._list()
             self._on_change()
-        on_reached()
         try:
-            await self._watch(self._version)
+            await self._watch(self._version, on_reached)
         except GoneError:
             self._version = None
 
@@ -160,7 +159,7 @@ class SliceWatch:
                 self._slices = slices
                 return listed.metadata.resource_version
 
-    async def _watch(self, version: str) -> None:
+    async def _watch(self, version: str, on_reached: Callable[[], None]) -> None:
         import aiohttp
 
         began = monotonic()
@@ -181,8 +180,10 @@ class SliceWatch:
             async for line in _lines(response):
                 events += 1
                 self._take(_decoded(line, WatchEvent))
+                on_reached()
         if not events and monotonic() - began < 1.0:
             raise ApiError("the watch ended at once")
+        on_reached()
 
     def _take(self, event: WatchEvent) -> None:
         if event.type == "ERROR":

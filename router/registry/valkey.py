@@ -3,10 +3,10 @@
     {NAMESPACE}:workers        set of ids            {NAMESPACE}:worker:ID     record (JSON), expires after LEASE_S
     {NAMESPACE}:gateways       set of ids            {NAMESPACE}:gateway:ID    record (JSON), expires after LEASE_S
     {NAMESPACE}:epoch          drawn by whoever finds none: another one means that everything was lost
-    {NAMESPACE}:changes        channel: something was announced, changed or withdrawn
+    {NAMESPACE}:changes        channel: the key of a withdrawn record, or nothing for one that was announced or changed
 
 After an outage, and when the epoch has changed, records that are missing may only not have been renewed yet: they stay
-on the list for one lease. At any other time a missing record is a process that has ended.
+on the list for one lease, unless they are withdrawn. At any other time a missing record is a process that has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Collection
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from engine.errors import ConfigError
@@ -129,7 +129,7 @@ class ValkeyAnnouncement:
             async with asyncio.timeout(ANSWER_TIMEOUT_S), self._registry.client.pipeline(transaction=True) as pipe:
                 pipe.delete(key)
                 pipe.srem(listing, record_id(self._record))
-                pipe.publish(self._registry.channel, b"")
+                pipe.publish(self._registry.channel, key)
                 await pipe.execute()
         except _outages():
             return  # the promise above: its lease ends by itself
@@ -182,16 +182,17 @@ class _Reader(Generic[R]):
             async with self._registry.client.pubsub() as changes:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     await changes.subscribe(self._registry.channel)
+                withdrawn: set[bytes] = set()
                 while True:
-                    await self._read()
+                    await self._read(withdrawn)
                     if self._background is not None:
                         self._background.healthy()
-                    await _next_change(changes)
+                    withdrawn = await _next_changes(changes)
         except BaseException:
             self._was_out = True
             raise
 
-    async def _read(self) -> None:
+    async def _read(self, withdrawn: Collection[bytes]) -> None:
         name = KIND_NAMES[self._kind]
         prefix = self._registry.prefix
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -206,29 +207,36 @@ class _Reader(Generic[R]):
                 str(MAX_RECORD_BYTES),
             )
             epoch, *found = await cast(Awaitable[list[bytes]], answer)
-        if self._was_out or epoch != self._epoch:
+        if self._was_out or epoch != (self._epoch or epoch):
             self._patient_until = time.monotonic() + LEASE_S + RENEW_INTERVAL_S
-            self._epoch, self._was_out = epoch, False
-        self._board.post(self._with_missing(self._decoded(found)))
+        self._epoch, self._was_out = epoch, False
+        self._board.post(self._with_missing(self._decoded(found), withdrawn))
 
     def _decoded(self, found: list[bytes]) -> tuple[R, ...]:
         pairs = zip(found[::2], found[1::2], strict=True)
         return self._sieve.listed(((name.decode("utf-8", "replace"), data) for name, data in pairs), self._kind)
 
-    def _with_missing(self, records: tuple[R, ...]) -> tuple[R, ...]:
+    def _with_missing(self, records: tuple[R, ...], withdrawn: Collection[bytes]) -> tuple[R, ...]:
         """Keep what is missing while that proves nothing."""
         if self._board.records is None or time.monotonic() >= self._patient_until:
             return records
-        known: dict[str, R] = {record_id(record): record for record in self._board.records}
+        known: dict[str, R] = {
+            record_id(record): record
+            for record in self._board.records
+            if self._registry.keys_of(record)[1].encode() not in withdrawn
+        }
         known.update((record_id(record), record) for record in records)
         return self._sieve.unique(known.items())
 
 
-async def _next_change(changes: PubSub) -> None:
-    """Return when something has changed, or after an interval. Several changes at once are one."""
+async def _next_changes(changes: PubSub) -> set[bytes]:
+    """Return when something has changed, or after an interval. Several changes at once are told as one."""
+    told: set[bytes] = set()
     message = await changes.get_message(ignore_subscribe_messages=True, timeout=RENEW_INTERVAL_S)
-    while message is not None:
+    while message is not None and len(told) < MAX_RECORDS:
+        told.add(message["data"])
         message = await changes.get_message(ignore_subscribe_messages=True, timeout=0.0)
+    return told
 
 
 def _outages() -> tuple[type[Exception], ...]:
