@@ -1,0 +1,322 @@
+"""Gateways that tell each other their leases, over real sockets and from real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from router.dispatches import MAX_SHARED_KEYS
+from router.own_leases import OwnLeases
+from router.peer_leases import OutOfOrderError, PeerLeases
+from router.sharing import DispatchSharing, PeerAddress, SocketKeys, peers_of
+from router.sharing_messages import MAX_EVENTS, SHARING_VERSION, Changes, Dispatched, Follow, Released, Snapshot
+from tests.support.registries import gateway
+from tests.support.remote_leases import RemoteLeases, Teller, dispatch
+from tests.support.until import until
+
+LISTEN = "tcp://127.0.0.1:*"
+
+
+@asynccontextmanager
+async def gateways(count: int) -> AsyncIterator[list[tuple[DispatchSharing, RemoteLeases]]]:
+    """Processes in one: each with a receiver for the pool "tiny", all following all."""
+    opened = []
+    for _ in range(count):
+        sharing, leases = DispatchSharing(LISTEN), RemoteLeases()
+        sharing.attach("tiny", leases)
+        sharing.open()
+        opened.append((sharing, leases))
+    everybody = [PeerAddress(sharing.address) for sharing, _ in opened]
+    for sharing, _ in opened:
+        sharing.set_peers(everybody)
+    for sharing, _ in opened:
+        await asyncio.wait_for(sharing.wait_synced(), 30)
+    try:
+        yield opened
+    finally:
+        for sharing, _ in opened:
+            sharing.close()
+
+
+async def test_everybody_learns_of_every_lease() -> None:
+    async with gateways(3) as ((a, seen_by_a), (b, seen_by_b), (_, seen_by_c)):
+        mine, other = a.observer("tiny"), a.observer("unknown to the others")
+        keys = tuple(bytes([i]) * 32 for i in range(20))
+        mine.dispatched(dispatch(1, keys=keys))
+        other.dispatched(dispatch(1))
+        b.observer("tiny").dispatched(dispatch(1, tokens=7))
+        await until(lambda: seen_by_b.tokens == 100 and seen_by_c.tokens == 107, "dispatches arrive")
+        assert seen_by_b.live == {(a.peer_id, 1): dispatch(1, keys=keys)}
+        assert seen_by_a.live == {(b.peer_id, 1): dispatch(1, tokens=7)}
+        mine.first_output(1)
+        await until(lambda: seen_by_b.answered == {(a.peer_id, 1)}, "the first output arrives")
+        mine.released(1)
+        await until(lambda: not seen_by_b.live and seen_by_c.tokens == 7, "the release arrives")
+        assert not seen_by_b.answered
+
+
+async def test_who_joins_learns_of_what_is_under_way_before_it_is_synced() -> None:
+    async with gateways(1) as ((old, _),):
+        observer = old.observer("tiny")
+        count = 2 * MAX_EVENTS + 5
+        for lease_id in range(1, count + 1):
+            observer.dispatched(dispatch(lease_id, keys=(b"k" * 32,)))
+            if lease_id % 2:
+                observer.first_output(lease_id)
+        for lease_id in range(1, 11):
+            observer.released(lease_id)
+        joiner, seen = DispatchSharing(LISTEN), RemoteLeases()
+        joiner.attach("tiny", seen)
+        joiner.open()
+        joiner.set_peers([PeerAddress(old.address)])
+        await asyncio.wait_for(joiner.wait_synced(), 30)
+        assert joiner.peers == {old.peer_id: count - 10}
+        assert len(seen.live) == count - 10
+        assert len(seen.answered) == (count - 10 + 1) // 2
+        assert not seen.keys, "what was dispatched long ago is in the index by now"
+        observer.released(11)
+        await until(lambda: len(seen.live) == count - 11, "the stream goes on behind the snapshot")
+        joiner.close()
+
+
+async def test_a_peer_that_is_not_there_delays_nobody_for_long() -> None:
+    sharing = DispatchSharing(LISTEN)
+    sharing.open()
+    sharing.set_peers([PeerAddress("tcp://127.0.0.1:1")])
+    await asyncio.wait_for(sharing.wait_synced(), 30)
+    assert sharing.peers == {}
+    sharing.close()
+
+
+async def test_the_leases_of_a_killed_peer_vanish_and_those_of_a_stopped_one_come_again() -> None:
+    sharing, seen = DispatchSharing(LISTEN), RemoteLeases()
+    sharing.attach("tiny", seen)
+    sharing.open()
+    killed, stopped = Teller(3), Teller(4)
+    try:
+        sharing.set_peers([killed.address, stopped.address])
+        await until(lambda: len(seen.live) == 7, "both are followed")
+        killed.kill()
+        stopped.process.send_signal(signal.SIGSTOP)
+        await until(lambda: not seen.live, "both are forgotten")
+        stopped.process.send_signal(signal.SIGCONT)
+        await until(lambda: len(seen.live) == 4, "the one that woke up is followed again")
+        stopped.release_one()
+        await until(lambda: len(seen.live) == 3, "it goes on")
+        sharing.set_peers([])
+        assert not seen.live, "who is no longer listed is forgotten at once"
+    finally:
+        killed.kill()
+        stopped.kill()
+        sharing.close()
+
+
+async def test_a_storm_of_leases_ends_with_none() -> None:
+    rng = random.Random(1)
+    async with gateways(3) as opened:
+        under_way: list[set[int]] = [set(), set(), set()]
+        for number in range(1, 3001):
+            index = rng.randrange(3)
+            observer = opened[index][0].observer("tiny")
+            observer.dispatched(dispatch(number))
+            under_way[index].add(number)
+            if rng.random() < 0.5:
+                observer.first_output(number)
+            while len(under_way[index]) > 50:
+                observer.released(under_way[index].pop())
+            if number % 50 == 0:
+                await asyncio.sleep(0)
+        total = sum(map(len, under_way))
+        for index, (_, seen) in enumerate(opened):
+            wanted = total - len(under_way[index])
+            await until(lambda seen=seen, wanted=wanted: len(seen.live) == wanted, "all is told")  # type: ignore[misc]
+        for index, (sharing, _) in enumerate(opened):
+            for lease_id in under_way[index]:
+                sharing.observer("tiny").released(lease_id)
+        await until(lambda: not any(seen.live for _, seen in opened), "all is released")
+        assert not any(sharing.counters["resyncs"] for sharing, _ in opened)
+
+
+async def test_one_peer_under_two_addresses_counts_once() -> None:
+    async with gateways(2) as ((a, _), (b, seen_by_b)):
+        a.observer("tiny").dispatched(dispatch(1))
+        twice = [PeerAddress(a.address), PeerAddress(a.address.replace("127.0.0.1", "localhost"))]
+        b.set_peers([*twice, PeerAddress(b.address.replace("127.0.0.1", "localhost"))])
+        await asyncio.wait_for(b.wait_synced(), 30)
+        await until(lambda: len(seen_by_b.live) == 1, "it is followed")
+        assert seen_by_b.total == 1
+
+
+async def test_a_pool_that_comes_later_learns_of_everything() -> None:
+    async with gateways(2) as ((a, _), (b, _)):
+        a.observer("late").dispatched(dispatch(5))
+        late = RemoteLeases()
+        b.attach("late", late)
+        await until(lambda: len(late.live) == 1, "the lease is told again")
+
+
+async def test_hostile_frames_are_counted_and_harm_nobody() -> None:
+    async with gateways(2) as ((a, _), (_, seen_by_b)):
+        context: zmq.Context[Any] = zmq.Context.instance()
+        rng = random.Random(2)
+        with context.socket(zmq.DEALER) as stranger:
+            stranger.set(zmq.LINGER, 0)
+            stranger.connect(a.address)
+            good = msgspec.msgpack.encode(Follow(SHARING_VERSION, 1))
+            for _ in range(200):
+                stranger.send(rng.randbytes(rng.randint(0, 60)))
+            stranger.send(b"\x91" * 1000)
+            stranger.send_multipart([good, good])
+            await until(lambda: a.counters["malformed_frames"] >= 200, "they are counted")
+            a.observer("tiny").dispatched(dispatch(1))
+            await until(lambda: len(seen_by_b.live) == 1, "all goes on")
+        with context.socket(zmq.DEALER) as old:
+            old.set(zmq.LINGER, 0)
+            old.connect(a.address)
+            old.send(msgspec.msgpack.encode(Follow(SHARING_VERSION + 1, 1)))
+            await until(lambda: bool(old.poll(0)), "it is told which version is spoken here")
+
+
+async def test_a_peer_that_talks_nonsense_is_followed_anew() -> None:
+    context: zmq.Context[Any] = zmq.Context.instance()
+    sharing, seen = DispatchSharing(LISTEN), RemoteLeases()
+    sharing.attach("tiny", seen)
+    sharing.open()
+    with context.socket(zmq.ROUTER) as liar:
+        liar.set(zmq.LINGER, 0)
+        liar.bind(LISTEN)
+        sharing.set_peers([PeerAddress(liar.get_string(zmq.LAST_ENDPOINT))])
+        for gap in (2, 1):  # a lost message, and none
+            await until(lambda: bool(liar.poll(0)), "it is asked")
+            identity, frame = liar.recv_multipart()
+            stream = msgspec.msgpack.decode(frame, type=Follow).stream
+            liar.send_multipart([identity, b"\xc1"])
+            for message in (
+                Snapshot(stream, 0, "liar", [Dispatched("tiny", dispatch(1))], True),
+                Changes(stream, gap, [Dispatched("tiny", dispatch(2))]),
+            ):
+                liar.send_multipart([identity, msgspec.msgpack.encode(message)])
+            await until(lambda gap=gap: len(seen.live) == (2 if gap == 1 else 0) and seen.total > 0, "it is taken")  # type: ignore[misc]
+    assert sharing.counters["resyncs"] == 1
+    assert sharing.counters["malformed_frames"] == 2
+    sharing.close()
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [Changes(1, 0, [])],
+        [Snapshot(1, 1, "p", [], True)],
+        [Snapshot(1, 0, "", [], True)],
+        [Snapshot(1, 0, "p", [], True), Snapshot(1, 1, "p", [], True)],
+        [Snapshot(1, 0, "p", [Released("tiny", 1)], True)],
+        [Snapshot(1, 0, "p", [Dispatched("tiny", dispatch(1)), Dispatched("tiny", dispatch(1))], True)],
+        [Snapshot(1, 0, "p", [Dispatched("tiny", dispatch(-1))], True)],
+        [Snapshot(1, 0, "p", [Dispatched("t" * 1000, dispatch(1))], True)],
+        [Snapshot(1, 0, "p", [Dispatched("tiny", dispatch(1, keys=(b"k" * 100,)))], True)],
+        [Snapshot(1, 0, "p", [Dispatched("tiny", dispatch(1, tokens=-2))], True)],
+    ],
+)
+def test_what_cannot_be_is_noticed(messages: list[Snapshot | Changes]) -> None:
+    leases = PeerLeases({"tiny": RemoteLeases()})
+    *before, last = messages
+    for message in before:
+        leases.take(message)
+    with pytest.raises(OutOfOrderError):
+        leases.take(last)
+
+
+def test_own_changes_are_bounded_by_telling_them_in_time() -> None:
+    told = []
+    leases = OwnLeases(lambda is_full: told.append(len(leases.take_changes())) if is_full else None)
+    observer = leases.observer("tiny")
+    keys = tuple(b"k" * 32 for _ in range(MAX_SHARED_KEYS * 2))
+    for lease_id in range(1, 200):
+        observer.dispatched(dispatch(lease_id, keys=keys))
+    for lease_id in range(200, 10_000):
+        observer.dispatched(dispatch(lease_id))
+    assert max(told) <= MAX_EVENTS
+    assert told[0] < 64, "keys count as well"
+    for lease_id in range(1, 10_001):  # one too many: ignored
+        observer.released(lease_id)
+    assert len(leases) == 0
+
+
+class Keys:
+    """One process's pair of keys, and a gate that admits some."""
+
+    def __init__(self) -> None:
+        public, self._secret = zmq.curve_keypair()
+        self._public = public
+        self.public = public.decode()
+
+    def secure_server(self, socket: zmq.Socket[Any]) -> None:
+        socket.set(zmq.CURVE_SERVER, 1)
+        self._own(socket)
+
+    def secure_client(self, socket: zmq.Socket[Any], server_key: str) -> None:
+        socket.set(zmq.CURVE_SERVERKEY, server_key.encode())
+        self._own(socket)
+
+    def _own(self, socket: zmq.Socket[Any]) -> None:
+        socket.set(zmq.CURVE_PUBLICKEY, self._public)
+        socket.set(zmq.CURVE_SECRETKEY, self._secret)
+
+
+class Gate:
+    def __init__(self, *admitted: Keys) -> None:
+        self._admitted = {keys.public.encode() for keys in admitted}
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._admitted
+
+
+@contextmanager
+def gated_context(*admitted: Keys) -> Iterator[zmq.Context[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    gate = ThreadAuthenticator(context)
+    gate.start()
+    gate.configure_curve_callback("*", Gate(*admitted))
+    try:
+        yield context
+    finally:
+        gate.stop()
+        context.destroy(0)
+
+
+async def test_with_keys_only_listed_peers_hear_anything() -> None:
+    teller, friend, stranger = Keys(), Keys(), Keys()
+    secured: SocketKeys = teller
+    with gated_context(friend) as context:
+        sharing = DispatchSharing(LISTEN, context=context, keys=secured)
+        sharing.open()
+        sharing.observer("tiny").dispatched(dispatch(1))
+        (address,) = peers_of([gateway(dispatches=sharing.address, public_key=teller.public)])
+        followers = []
+        for keys, peer in (
+            (friend, address),
+            (stranger, address),
+            (None, address),
+            (friend, PeerAddress(address.address)),
+        ):
+            follower, seen = DispatchSharing(LISTEN, context=context, keys=keys), RemoteLeases()
+            follower.attach("tiny", seen)
+            follower.open()
+            follower.set_peers([peer])
+            followers.append((follower, seen))
+        await until(lambda: len(followers[0][1].live) == 1, "the friend hears")
+        for follower, _ in followers:
+            await asyncio.wait_for(follower.wait_synced(), 30)
+        assert [len(seen.live) for _, seen in followers] == [1, 0, 0, 0]
+        for follower, _ in followers:
+            follower.close()
+        sharing.close()
