@@ -1,0 +1,31 @@
+"""A digest of a set of block keys, kept up to date in O(1): two views that differ are told apart without sending them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+
+def fingerprint(key: bytes) -> int:
+    """Return the first 8 bytes of a key, little-endian. Keys are SHA-256 values, so these are as good as random."""
+    return int.from_bytes(key[:8], "little")
+
+
+class Digest(msgspec.Struct, frozen=True, array_like=True):
+    """`count` of keys, and the xor of their fingerprints. Adding a key and removing it are the same but for the count.
+
+    Two different sets have equal digests with a probability of 2^-64. An adversary can construct such sets; all that
+    he gains is a router that routes his own prompts badly.
+    """
+
+    count: int = 0
+    xor: int = 0
+
+    @classmethod
+    def of(cls, keys: Iterable[bytes]) -> Digest:
+        count = xor = 0
+        for key in keys:
+            count += 1
+            xor ^= fingerprint(key)
+        return cls(count, xor)
