@@ -1,34 +1,16 @@
 """What is under way on each target: claims that are taken and released in one place, and the engine's own reports.
 
-A claim is one request on one target, of this gateway or of another one that told of it. Every sum here changes only
+A claim is one request on one target, of this process or of a peer that told of it. Every sum here changes only
 with the set of claims, so that no claims means zero. Reports of the engine correct what is expected of a claim, never
 the claims themselves. Time comes from the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
-
-import msgspec
-
 from engine.protocol import EngineLoad
 
 OWN = ""
-"""The gateway that keeps these books, as the holder of a claim."""
-
-
-class DispatchNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a gateway tells the others about one of its claims: that it began, was answered, or ended.
-
-    `uncached_tokens` are the prompt's tokens that the target is expected to compute.
-    """
-
-    kind: Literal["begin", "answer", "end"]
-    lease_id: int
-    target_id: str
-    prompt_tokens: int = 0
-    uncached_tokens: int = 0
+"""The process that keeps these books, as the holder of a claim."""
 
 
 class Claim:
@@ -43,7 +25,7 @@ class Claim:
 
 
 ClaimKey = tuple[str, int]
-"""(gateway, lease id)"""
+"""(peer, lease id)"""
 
 
 class TargetBooks:
@@ -73,7 +55,7 @@ class TargetBooks:
         return len(self._unanswered)
 
     def begin(self, key: ClaimKey, prompt_tokens: int, uncached_tokens: int, now_s: float) -> None:
-        """Add a claim. One that is known already (another gateway told of it twice) stays as it is."""
+        """Add a claim. One that is known already (a peer told of it twice) stays as it is."""
         if key in self._claims:
             return
         claim = self._claims[key] = self._unanswered[key] = self._young[key] = Claim(
@@ -95,18 +77,13 @@ class TargetBooks:
         self._settle(key)
 
     def end(self, key: ClaimKey) -> None:
-        """Take a claim out. An unknown one is ignored: its end may have come before, with its gateway's."""
+        """Take a claim out. An unknown one is ignored: its end may have come before, with its peer's."""
         claim = self._claims.pop(key, None)
         if claim is None:
             return
         self.answer(key)
         self.in_flight -= 1
         self.in_flight_tokens -= claim.prompt_tokens
-
-    def end_all_of(self, gateway: str) -> None:
-        """Take out all claims of a gateway that is gone."""
-        for key in [key for key in self._claims if key[0] == gateway]:
-            self.end(key)
 
     def report(self, load: EngineLoad, now_s: float) -> None:
         """Take the engine's report: claims that it must have seen are in it now."""
@@ -164,6 +141,3 @@ class TargetBooks:
         claim = self._young.pop(key, None)
         if claim is not None:
             self._young_uncached -= claim.uncached_tokens
-
-
-NoteListener = Callable[[DispatchNote], None]
