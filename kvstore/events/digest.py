@@ -8,8 +8,11 @@ import msgspec
 
 
 def fingerprint(key: bytes) -> int:
-    """Return the first 8 bytes of a key, little-endian. Keys are SHA-256 values, so these are as good as random."""
-    return int.from_bytes(key[:8], "little")
+    """Return the first 8 bytes of a key, little-endian, and 1 for 0: tables mark what is empty with that.
+
+    Keys are SHA-256 values, so their first bytes are as good as random.
+    """
+    return int.from_bytes(key[:8], "little") or 1
 
 
 class Digest(msgspec.Struct, frozen=True, array_like=True):
