@@ -26,7 +26,8 @@ from engine.errors import (
 )
 from engine.grammar.base import CompiledGrammar, GrammarError
 from engine.grammar.pool import TIME_LIMIT_S, GrammarPool
-from engine.kv.groups import GroupEventSink, KVGroups
+from engine.kv.event_log import KVEventLog
+from engine.kv.groups import KVGroups
 from engine.plan import Row, RowResult, Runner, StepResult
 from engine.protocol import (
     EngineInfo,
@@ -50,7 +51,7 @@ class EngineCore:
 
     `info` tells limits and special ids, `config` the loop's settings. The caller owns `runner`, `kv_port` and
     `grammars`, without which no output is constrained, and closes them. `clock` is monotonic, `wall_clock` is what
-    deadlines are in; both in seconds.
+    deadlines are in; both in seconds. `event_log` hears what the prefix cache can serve.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class EngineCore:
         *,
         clock: Clock = time.monotonic,
         wall_clock: Clock = time.time,
-        on_block_event: GroupEventSink | None = None,
+        event_log: KVEventLog | None = None,
         grammars: GrammarPool | None = None,
     ) -> None:
         if kv_port is not None and not config.prefix_cache:
@@ -75,13 +76,15 @@ class EngineCore:
         self._max_waiting = config.max_waiting
         self._clock = clock
         self._wall_clock = wall_clock
-        self.kv = KVGroups(info.kv_groups, num_blocks, info.block_size, on_block_event)
+        on_block = None if event_log is None else event_log.on_block
+        self.kv = KVGroups(info.kv_groups, num_blocks, info.block_size, on_block)
         self.scheduler = Scheduler(
             self.kv,
             max_running=info.max_running,
             max_step_tokens=config.max_step_tokens,
             prefix_cache=config.prefix_cache,
             port=kv_port,
+            event_log=event_log,
         )
         alone = self.kv.max_sequence_tokens
         self._max_sequence_tokens = sequence_window(info) if alone is None else min(alone, sequence_window(info))

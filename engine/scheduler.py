@@ -17,6 +17,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
+from engine.kv.event_log import KVEventLog
 from engine.kv.groups import KVGroups
 from engine.kv.port import Load, PortBlocks
 from engine.kv.prefix import PrefixHit
@@ -118,12 +119,14 @@ class Scheduler:
         max_step_tokens: int,
         prefix_cache: bool = True,
         port: KVPort | None = None,
+        event_log: KVEventLog | None = None,
     ) -> None:
         self.kv = kv
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.ledger = InFlightLedger()
         self.port = PortBlocks(kv, port)
+        self._event_log = event_log
         self.preemptions = 0
         self.next_step = 0
         self._max_step_tokens = max_step_tokens
@@ -291,7 +294,7 @@ class Scheduler:
         kv.truncate(request.tables, num_blocks)
         if request.publishes:
             for index in range(begin, num_blocks):
-                kv.publish(request.tables, index, request.chain.keys[index])
+                self._publish(request, index)
         position = kv.first_position(num_blocks, request.num_tokens)
         kv.drop_passed(request.tables, position, all_before=True)
         request.capacity = num_blocks * kv.block_size
@@ -309,11 +312,22 @@ class Scheduler:
         if request.publishes:
             keys = request.chain.extend(request.tokens)
             for index in range(request.published_blocks, full):
-                if self.kv.publish(request.tables, index, keys[index]):
+                if self._publish(request, index):
                     self.port.publish(request, index, keys[index])
         request.published_blocks = full
         request.next_full = (full + 1) * self.kv.block_size
         self.kv.drop_passed(request.tables, end)
+
+    def _publish(self, request: Request, index: int) -> bool:
+        """Make a full block findable, and known to others; return whether it is new in any group."""
+        keys = request.chain.keys
+        if not self.kv.publish(request.tables, index, keys[index]):
+            return False
+        if self._event_log is not None and self._event_log.enabled:
+            size, scope = request.block_size, request.chain.scope
+            token_ids = request.tokens[index * size : (index + 1) * size]
+            self._event_log.stored(scope, keys[index - 1] if index else None, keys[index], token_ids)
+        return True
 
     def close_step(self, launched: LaunchedStep) -> None:
         """Take back what only this step still used."""

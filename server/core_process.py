@@ -11,7 +11,8 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -20,10 +21,12 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, HeadraceError, ModelError
+from engine.kv.event_log import KVEventLog
 from engine.protocol import EngineInfo, TokenOutput
 from engine.wire.errors import to_wire
 from engine.wire.host import Core, WireHost
 from engine.wire.messages import Status
+from kvstore.events.publisher import EventPublisher
 from server.logs import LogFormat, configure
 
 IDLE_WAIT_S = 0.1
@@ -37,10 +40,12 @@ FAREWELL_S = 1.0
 
 
 class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process is started with."""
+    """What the process is started with. Without `events_address` no KV events are published."""
 
     config: EngineConfig
     address: str
+    events_address: str | None = None
+    events_replay_address: str | None = None
     drain_timeout_s: float = 30.0
     log_level: str = "info"
     log_format: LogFormat = "text"
@@ -63,11 +68,12 @@ class SteppedCore(Core, Protocol):
 
 
 class LoadedEngine(msgspec.Struct, frozen=True):
-    """`assets` are the bytes of `info.text` by digest."""
+    """`assets` are the bytes of `info.text` by digest. `event_log` is the core's, where it has one."""
 
     core: SteppedCore
     info: EngineInfo
     assets: Mapping[str, bytes]
+    event_log: KVEventLog | None = None
 
 
 OnProgress = Callable[[float, str], None]
@@ -84,8 +90,9 @@ def run(spec: CoreSpec, load: Load) -> int:
         # What loading has left is here to stay: a full collection would walk through all of it, between two tokens.
         gc.collect()
         gc.freeze()
-        host.serve(engine.core, engine.info, engine.assets)
-        _serve(host, engine.core, spec.drain_timeout_s)
+        with _publishing(spec, engine) as publish_events:
+            host.serve(engine.core, engine.info, engine.assets)
+            _serve(host, engine.core, spec.drain_timeout_s, publish_events)
         return 0
     except (ModelError, ConfigError) as error:
         _tell_failure(host, error)
@@ -94,13 +101,29 @@ def run(spec: CoreSpec, load: Load) -> int:
         host.close()
 
 
-def _serve(host: WireHost, core: SteppedCore, drain_timeout_s: float) -> None:
+@contextmanager
+def _publishing(spec: CoreSpec, engine: LoadedEngine) -> Iterator[Callable[[], None]]:
+    """Yield what publishes the KV events since it was last called. It never waits."""
+    log = engine.event_log
+    if log is None or spec.events_address is None or spec.events_replay_address is None:
+        yield lambda: None
+        return
+    log.enabled = True
+    publisher = EventPublisher(spec.events_address, spec.events_replay_address, lambda: {"device": log.content()})
+    try:
+        yield lambda: publisher.publish(log.take())
+    finally:
+        publisher.close()
+
+
+def _serve(host: WireHost, core: SteppedCore, drain_timeout_s: float, publish_events: Callable[[], None]) -> None:
     stop = _StopSignal()
     wait_s = IDLE_WAIT_S
     while True:
         host.pump(wait_s)
         if core.has_work:
             host.send_outputs(core.step())
+        publish_events()
         wait_s = IDLE_WAIT_S if not core.has_work else 0.0 if core.made_progress else STALLED_WAIT_S
         if stop.requested:
             host.drain()
@@ -150,7 +173,9 @@ def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
     from engine.runner.build import build_engine
 
     info, runner, num_blocks, assets = build_engine(config, on_progress)
-    return LoadedEngine(EngineCore(info, config, runner, num_blocks, grammars=pool_for(info, assets)), info, assets)
+    log = KVEventLog(len(info.kv_groups), info.block_size)
+    core = EngineCore(info, config, runner, num_blocks, grammars=pool_for(info, assets), event_log=log)
+    return LoadedEngine(core, info, assets, log)
 
 
 if __name__ == "__main__":
