@@ -1,4 +1,4 @@
-"""The contract of a registry: workers announce records, gateways watch the list of all.
+"""The contract of a registry: workers and gateways announce records, gateways watch the lists of both.
 
 A registry is for discovery only: load, events and dispatches travel between the processes themselves.
 """
@@ -6,11 +6,14 @@ A registry is for discovery only: load, events and dispatches travel between the
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from router.values import Role, TargetState
+
+Dialect = Literal["headrace", "auto", "openai", "sglang", "llama_server", "text"]
+"""What a worker speaks: our wire, or one of the languages of engines that are not ours (server/foreign)."""
 
 
 class RankAddress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,9 +30,11 @@ class RankAddress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One worker. `incarnation` is drawn when its process starts: another one means that everything it had is gone.
 
-    `compatibility` is the hex digest of what two workers must share to continue each other's requests; empty until the
-    model is loaded. `numerics` may differ between compatible workers, at the price of inexact migration. `public_key`
-    (Z85, CURVE) authenticates the worker's sockets. `pid` is set when the worker runs on this machine for a launcher.
+    `compatibility` is the hex digest of what two workers must share to continue each other's requests
+    (router/registry/compat.py); empty until the model is loaded. `numerics` may differ between compatible workers, at
+    the price of inexact migration. `public_key` (Z85, CURVE) authenticates the worker's sockets. `pid` is set when the
+    worker runs on this machine for a launcher. A worker with another `dialect` than our own is spoken to at `http_url`;
+    it has no ranks and announces nothing itself.
     """
 
     worker_id: str
@@ -43,12 +48,28 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     http_url: str | None = None
     public_key: str | None = None
     pid: int | None = None
+    dialect: Dialect = "headrace"
+
+
+class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One process that routes: a gateway, or one API process of it. `dispatches` is the ZeroMQ address at which it
+    tells its dispatches (router/sharing.py)."""
+
+    gateway_id: str
+    incarnation: str
+    dispatches: str
+    public_key: str | None = None
+
+
+Record = WorkerRecord | GatewayRecord
 
 
 class Announcement(Protocol):
-    """A worker's own entry, kept alive until it is closed."""
+    """A process's own entry, kept alive until it is closed."""
 
-    async def update(self, record: WorkerRecord) -> None: ...
+    async def update(self, record: Record) -> None:
+        """Replace the record by another of the same kind and id."""
+        ...
 
     async def close(self) -> None:
         """Withdraw the record."""
@@ -57,13 +78,21 @@ class Announcement(Protocol):
 
 class Registry(Protocol):
     """`watch` and `announce` survive outages of what is behind them: they try again, and a watcher keeps the last
-    list that it knows meanwhile.
+    list that it knows meanwhile. Records that cannot be used are left out with a warning (router/registry/records.py).
     """
 
     def watch(self) -> AsyncIterator[tuple[WorkerRecord, ...]]:
-        """Yield all records: now, and whenever they change."""
+        """Yield all workers, ordered by id: as soon as they are known, and whenever they change."""
         ...
 
-    async def announce(self, record: WorkerRecord) -> Announcement: ...
+    def watch_gateways(self) -> AsyncIterator[tuple[GatewayRecord, ...]]:
+        """The same for gateways, one's own included."""
+        ...
 
-    async def close(self) -> None: ...
+    async def announce(self, record: Record) -> Announcement:
+        """Return without waiting for what is behind the registry: the record gets there when that can be reached."""
+        ...
+
+    async def close(self) -> None:
+        """End all watches and announcements."""
+        ...

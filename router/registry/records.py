@@ -1,0 +1,148 @@
+"""Records as text, and what a record must be before anyone acts on it. Knows no registry.
+
+Anyone who can write to a registry can write anything: every size is bounded, every address is one that we would dial,
+and what does not pass is left out with a warning that says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from router.registry.base import GatewayRecord, Record, WorkerRecord
+
+log = logging.getLogger("headrace.registry")
+
+R = TypeVar("R", WorkerRecord, GatewayRecord)
+
+MAX_RECORD_BYTES = 256 * 1024
+MAX_RECORDS = 4_096
+MAX_RANKS = 1_024
+MAX_TEXT_CHARACTERS = 512
+
+ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
+DIGEST = re.compile(r"([0-9a-f]{8,128})?")
+PUBLIC_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+ZMQ_ADDRESS = re.compile(r"tcp://[^\s/]{1,255}:[0-9]{1,5}|ipc://\S{1,255}")
+
+
+class RecordError(ValueError):
+    """A record cannot be used. The message says why, without the record's own text."""
+
+
+def encode_record(record: Record) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def decode_record(data: bytes | str, kind: type[R]) -> R:
+    """Return a record of JSON that has passed all checks. Raises RecordError."""
+    if len(data) > MAX_RECORD_BYTES:
+        raise RecordError(f"it is larger than {MAX_RECORD_BYTES} bytes")
+    try:
+        record = msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(f"it is no record: {str(error)[:200]}") from None
+    check_record(record)
+    return record
+
+
+def convert_record(value: object, kind: type[R]) -> R:
+    """The same for a record out of a file, as plain mappings and lists."""
+    try:
+        record = msgspec.convert(value, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise RecordError(f"it is no record: {str(error)[:200]}") from None
+    check_record(record)
+    return record
+
+
+def check_record(record: Record) -> None:
+    """Raise RecordError for values that nobody may act on."""
+    if isinstance(record, GatewayRecord):
+        _check(ID.fullmatch(record.gateway_id), "gateway_id")
+        _check(ZMQ_ADDRESS.fullmatch(record.dispatches), "dispatches")
+    else:
+        _check_worker(record)
+    _check(ID.fullmatch(record.incarnation), "incarnation")
+    _check(record.public_key is None or PUBLIC_KEY.fullmatch(record.public_key), "public_key")
+
+
+def _check_worker(record: WorkerRecord) -> None:
+    _check(ID.fullmatch(record.worker_id), "worker_id")
+    _check(0 < len(record.model) <= MAX_TEXT_CHARACTERS and record.model.isprintable(), "model")
+    _check(len(record.numerics) <= MAX_TEXT_CHARACTERS and record.numerics.isprintable(), "numerics")
+    _check(DIGEST.fullmatch(record.compatibility), "compatibility")
+    _check(record.http_url is None or is_http_url(record.http_url), "http_url")
+    _check(record.pid is None or 0 < record.pid < 2**31, "pid")
+    _check(len(record.ranks) <= MAX_RANKS, "ranks")
+    numbers = {rank.dp_rank for rank in record.ranks}
+    _check(len(numbers) == len(record.ranks) and all(0 <= number < 2**16 for number in numbers), "dp_rank")
+    for rank in record.ranks:
+        addresses = (rank.wire, rank.events, rank.events_replay)
+        _check(all(address is None or ZMQ_ADDRESS.fullmatch(address) for address in addresses), "ranks")
+
+
+def is_http_url(url: str) -> bool:
+    """Whether it is the base of an HTTP service: scheme, host, at most a path."""
+    if len(url) > MAX_TEXT_CHARACTERS or not url.isprintable() or " " in url:
+        return False
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query and parts.port != 0
+    except ValueError:  # a port that is none, a bracket that is not closed
+        return False
+
+
+def _check(holds: object, field: str) -> None:
+    if not holds:
+        raise RecordError(f"its {field} cannot be used")
+
+
+def record_id(record: Record) -> str:
+    return record.worker_id if isinstance(record, WorkerRecord) else record.gateway_id
+
+
+class Sieve:
+    """Makes a list of records out of what a registry holds. Says of each thing that it leaves out why, once."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, str] = {}
+
+    def complain(self, source: str, reason: object) -> None:
+        """Warn, unless that was the last complaint about the same source."""
+        if self._told.get(source) != str(reason):
+            if len(self._told) >= MAX_RECORDS:
+                self._told.clear()
+            self._told[source] = str(reason)
+            log.warning("a record of the registry is left out: %s: %s", source[:200].encode("unicode_escape"), reason)
+
+    def listed(self, found: Iterable[tuple[str, bytes | str]], kind: type[R]) -> tuple[R, ...]:
+        """Decode (id, JSON) pairs: see `unique`. A record under another id than its own is left out."""
+        records = []
+        for name, data in found:
+            try:
+                record = decode_record(data, kind)
+                if record_id(record) != name:
+                    raise RecordError("it stands under another's id")
+                records.append((name, record))
+            except RecordError as error:
+                self.complain(name, error)
+        return self.unique(records)
+
+    def unique(self, found: Iterable[tuple[str, R]]) -> tuple[R, ...]:
+        """Return at most MAX_RECORDS, ordered by id; of two with one id the first stays."""
+        records: dict[str, R] = {}
+        for source, record in found:
+            if record_id(record) in records:
+                self.complain(source, f"the id {record_id(record)} is another's already")
+            elif len(records) == MAX_RECORDS:
+                self.complain(source, f"there are {MAX_RECORDS} records already")
+                break
+            else:
+                records[record_id(record)] = record
+        return tuple(records[name] for name in sorted(records))
