@@ -5,29 +5,13 @@ In-flight counts are kept by leases alone, which are taken in `choose` and relea
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from engine.errors import DeadlineError, HeadraceError, LoadingError, PressureError
-from engine.protocol import Engine, EngineInfo, GenerateRequest, Lease, Outcome, TokenOutput
-
-PATIENCE_S = 120.0
-"""How long a request without a deadline waits for an engine to come back."""
-
-
-class WatchedEngine(Engine, Protocol):
-    """An engine of which it is known whether it can serve."""
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    async def wait_ready(self) -> EngineInfo:
-        """Return when it can serve; never raise."""
-        ...
+from engine.errors import PressureError
+from engine.protocol import GenerateRequest, Lease, Outcome, TokenOutput
+from router.readiness import PATIENCE_S, WatchedEngine, refuse_while_loading, wait_for_any
 
 
 @dataclass(frozen=True)
@@ -78,8 +62,10 @@ class StaticPool:
             raise PressureError("No engine has room.")
         while not (ready := [target for target in allowed if target.engine.is_ready]):
             if not self._served_once:
-                await self._refuse_while_loading(allowed)
-            await self._wait_for_any(allowed, request)
+                await refuse_while_loading(allowed)
+            await wait_for_any(
+                [target.engine.wait_ready() for target in allowed], request.deadline_unix_s, self._patience_s
+            )
         self._served_once = True
         target = min(ready, key=lambda candidate: self._in_flight[candidate.target_id])
         self._in_flight[target.target_id] += 1
@@ -88,29 +74,3 @@ class StaticPool:
     def _release(self, target: StaticTarget, outcome: Outcome) -> None:
         self._in_flight[target.target_id] -= 1
         self.outcomes[outcome] += 1
-
-    async def _refuse_while_loading(self, targets: Sequence[StaticTarget]) -> None:
-        for target in targets:
-            try:
-                await target.engine.describe()
-            except LoadingError:
-                raise
-            except HeadraceError:
-                # Lost before it was ever ready: wait for it as for any lost one.
-                continue
-
-    async def _wait_for_any(self, targets: Sequence[StaticTarget], request: GenerateRequest) -> None:
-        left_s = self._patience_s
-        if request.deadline_unix_s is not None:
-            left_s = max(0.0, request.deadline_unix_s - time.time())
-        waits = [asyncio.ensure_future(target.engine.wait_ready()) for target in targets]
-        try:
-            done, _ = await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        if done:
-            return
-        if request.deadline_unix_s is not None:
-            raise DeadlineError("The request's deadline passed while no engine was ready.")
-        raise PressureError(f"No engine became ready within {self._patience_s:g} s.", retry_after_s=5.0)

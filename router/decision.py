@@ -1,0 +1,89 @@
+"""What a dispatcher decided and why, and the last decisions for those who ask.
+
+A decision keeps the candidates as the policy saw them. Of many only the cheapest are kept, so that the log is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import msgspec
+
+from router.values import Candidate, Score
+
+KEPT_CANDIDATES = 16
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One target that could have been chosen."""
+
+    candidate: Candidate
+    score: Score
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request went where it went. `options` are the cheapest of `num_candidates`, the chosen one among them.
+
+    `passed_over` tells for each other target why it was no candidate. `fail_open` is when all breakers were open and
+    were therefore ignored. `at_s` is in the dispatcher's clock.
+    """
+
+    request_id: str
+    policy: str
+    target_id: str
+    at_s: float
+    prompt_tokens: int
+    predicted_tokens: int
+    num_candidates: int
+    options: tuple[Option, ...]
+    passed_over: dict[str, str] = {}
+    fail_open: bool = False
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """A prediction and what came of it, in tokens of the prompt."""
+
+    request_id: str
+    target_id: str
+    prompt_tokens: int
+    predicted_tokens: int
+    speculative_tokens: int
+    cached_tokens: int
+
+
+class DecisionLog:
+    """The last `capacity` decisions, by request: one that was tried several times has several."""
+
+    def __init__(self, capacity: int = 512) -> None:
+        self._capacity = capacity
+        self._decisions: OrderedDict[int, Decision] = OrderedDict()
+        self._by_request: dict[str, list[int]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+    def __iter__(self) -> Iterator[Decision]:
+        return iter(self._decisions.values())
+
+    def add(self, decision: Decision) -> None:
+        self._decisions[self._count] = decision
+        self._by_request.setdefault(decision.request_id, []).append(self._count)
+        self._count += 1
+        if len(self._decisions) > self._capacity:
+            number, oldest = self._decisions.popitem(last=False)
+            numbers = self._by_request[oldest.request_id]
+            numbers.remove(number)
+            if not numbers:
+                del self._by_request[oldest.request_id]
+
+    def find(self, request_id: str) -> list[Decision]:
+        """Return the decisions of one request, oldest first; also those of its choices, which are named `<id>-<n>`."""
+        prefix = f"{request_id}-"
+        return [
+            self._decisions[number]
+            for name, numbers in self._by_request.items()
+            if name == request_id or name.startswith(prefix)
+            for number in numbers
+        ]

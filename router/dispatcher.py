@@ -1,0 +1,355 @@
+"""The heart of one pool: which target a request goes to, and what is under way where.
+
+No sockets, no tasks, no sleeps: time comes from the clock and chance from the generator that it is given, so that the
+simulator runs the code that serves. router/routed_pool.py puts it into an event loop.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from heapq import nsmallest
+from typing import Protocol
+
+import msgspec
+
+from engine.protocol import EngineLoad, Outcome
+from router.breaker import Breaker, BreakerLimits, BreakerState
+from router.decision import KEPT_CANDIDATES, Answered, Decision, Option
+from router.dispatches import MAX_SHARED_KEYS, Dispatch, DispatchObserver
+from router.in_flight import OWN, ClaimKey, TargetBooks
+from router.pool_rates import PoolRates
+from router.rates import TargetRates
+from router.values import NO_HIT, Candidate, Hit, Policy, Query, Score, TargetState
+
+TIE = 0.02
+"""Costs within this share of the least are equal: what is drawn among them keeps requests from moving in step."""
+
+FULL_KV = 0.95
+"""A target whose KV would be fuller than this is passed over while another is not: it would preempt what runs."""
+
+
+class Index(Protocol):
+    """What a dispatcher needs of a prefix index."""
+
+    def add_target(self, target_id: str) -> None: ...
+
+    def drop_target(self, target_id: str) -> None: ...
+
+    def speculate(self, target_id: str, keys: Sequence[bytes]) -> None: ...
+
+    def lookup(self, query: Query) -> Mapping[str, Hit]: ...
+
+
+class TargetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one target now, for those who look. `drift` is as in `TargetBooks.drift`."""
+
+    target_id: str
+    state: TargetState
+    breaker: BreakerState
+    breaker_trips: int
+    in_flight: int
+    in_flight_tokens: int
+    queued_uncached_tokens: int
+    drift: int | None
+    prefill_rate: float | None
+    load: EngineLoad | None
+
+
+class _Member:
+    """One target as the dispatcher knows it."""
+
+    def __init__(self, target_id: str, state: TargetState, breaker_limits: BreakerLimits) -> None:
+        self.target_id = target_id
+        self.state = state
+        self.books = TargetBooks()
+        self.rates = TargetRates()
+        self.breaker = Breaker(breaker_limits)
+
+
+class DispatchLease:
+    """One request's claim on one target: released once, however often it is asked to be.
+
+    It keeps the books that it was entered in: when the target was removed and added anew meanwhile, the new one's are
+    not touched.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, member: _Member, lease_id: int, decision: Decision, hit: Hit) -> None:
+        self.lease_id = lease_id
+        self.decision = decision
+        self.hit = hit
+        self._member = member
+        self._dispatcher: Dispatcher | None = dispatcher
+        self._is_probe = member.breaker.begin(decision.at_s)
+        self._is_answered = False
+
+    @property
+    def target_id(self) -> str:
+        return self._member.target_id
+
+    def first_output(self, cached_tokens: int | None) -> None:
+        """The target has computed the prompt, `cached_tokens` of it aside (None: it does not say). The first call
+        counts."""
+        if self._dispatcher is None or self._is_answered:
+            return
+        self._is_answered = True
+        self._member.books.answer((OWN, self.lease_id))
+        if self._is_probe:
+            self._is_probe = False
+            self._member.breaker.probe_answered()
+        self._dispatcher._note_answer(self, cached_tokens)
+
+    def release(self, outcome: Outcome) -> None:
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is None:
+            return
+        self._member.books.end((OWN, self.lease_id))
+        self._member.breaker.end(outcome, dispatcher.clock(), is_probe=self._is_probe)
+        dispatcher._note_release(self, outcome)
+
+
+class Dispatcher:
+    """`outcomes` counts ended leases by how they ended. `observer` is told of every lease, `on_answered` of every
+    prediction that was put to the test."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        index: Index,
+        clock: Callable[[], float],
+        rng: random.Random,
+        *,
+        breaker_limits: BreakerLimits | None = None,
+    ) -> None:
+        self.policy = policy
+        self.clock = clock
+        self.outcomes: Counter[Outcome] = Counter()
+        self.observer: DispatchObserver | None = None
+        self.on_answered: Callable[[Answered], None] | None = None
+        self._index = index
+        self._rng = rng
+        self._breaker_limits = breaker_limits or BreakerLimits()
+        self._members: dict[str, _Member] = {}
+        self._rates = PoolRates()
+        self._last_lease_id = 0
+        self._peer_claims: dict[ClaimKey, TargetBooks] = {}
+
+    # Targets
+
+    @property
+    def target_ids(self) -> Collection[str]:
+        return self._members.keys()
+
+    def add_target(self, target_id: str, state: TargetState = "ready") -> None:
+        """Begin to know a target. One that is known gets the state and keeps the rest."""
+        if member := self._members.get(target_id):
+            member.state = state
+            return
+        self._members[target_id] = _Member(target_id, state, self._breaker_limits)
+        self._index.add_target(target_id)
+
+    def remove_target(self, target_id: str) -> None:
+        """Forget a target. Leases on it may still be released; unknown ids are ignored."""
+        if self._members.pop(target_id, None) is None:
+            return
+        self._index.drop_target(target_id)
+        self._rates.forget(target_id)
+        if forget := getattr(self.policy, "forget", None):
+            forget(target_id)
+
+    def renew_target(self, target_id: str, state: TargetState = "ready") -> None:
+        """Another process serves under this id: what was known of the old one's cache, load and faults is void."""
+        self.remove_target(target_id)
+        self.add_target(target_id, state)
+
+    def set_state(self, target_id: str, state: TargetState) -> None:
+        """Unknown ids are ignored."""
+        if member := self._members.get(target_id):
+            member.state = state
+
+    def report_load(self, target_id: str, load: EngineLoad) -> None:
+        """Take a report of the target's engine. Those of unknown targets are late: ignored."""
+        if member := self._members.get(target_id):
+            member.books.report(load, self.clock())
+            member.rates.observe(load)
+            self._rates.note(target_id, member.rates)
+
+    def status(self) -> list[TargetStatus]:
+        now_s = self.clock()
+        return [
+            TargetStatus(
+                target_id=one.target_id,
+                state=one.state,
+                breaker=one.breaker.state(now_s),
+                breaker_trips=one.breaker.trips,
+                in_flight=one.books.in_flight,
+                in_flight_tokens=one.books.in_flight_tokens,
+                queued_uncached_tokens=one.books.queued_uncached_tokens(now_s),
+                drift=one.books.drift(now_s),
+                prefill_rate=one.rates.prefill,
+                load=one.books.load,
+            )
+            for one in self._members.values()
+        ]
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Claims not yet released, by target; those of peers too."""
+        return {one.target_id: one.books.in_flight for one in self._members.values()}
+
+    def backlog(self) -> tuple[float, float | None]:
+        """Return the prompt tokens that the ready targets have to compute, and how many they compute in a second (None
+        until it has been measured)."""
+        now_s, tokens, rate = self.clock(), 0.0, 0.0
+        for one in self._members.values():
+            if one.state == "ready":
+                tokens += one.books.queued_uncached_tokens(now_s)
+                rate += self._rates.prefill(one.rates)
+        return tokens, rate if self._rates.is_measured else None
+
+    # Decisions
+
+    def choose(
+        self, query: Query, exclude: Collection[str] = (), unreachable: Collection[str] = ()
+    ) -> DispatchLease | None:
+        """Lease the cheapest target; None when no other than those to `exclude` and the `unreachable` is ready."""
+        now_s = self.clock()
+        members, passed_over, fail_open = self._eligible(exclude, unreachable, now_s)
+        if not members:
+            return None
+        hits = self._index.lookup(query) if query.keys else {}
+        candidates = [self._candidate(one, query, hits.get(one.target_id, NO_HIT), now_s) for one in members]
+        if len(roomy := [one for one in candidates if one.kv_usage < FULL_KV]) not in (0, len(candidates)):
+            passed_over.update((one.target_id, "full") for one in candidates if one.kv_usage >= FULL_KV)
+            candidates = roomy
+        scores = self.policy.score(query, candidates)
+        chosen = self._cheapest(scores)
+        hit = candidates[chosen].hit
+        decision = Decision(
+            request_id=query.request_id,
+            policy=self.policy.name,
+            target_id=candidates[chosen].target_id,
+            at_s=now_s,
+            prompt_tokens=query.prompt_tokens,
+            predicted_tokens=hit.tokens,
+            num_candidates=len(candidates),
+            options=_options(candidates, scores, chosen),
+            passed_over=passed_over,
+            fail_open=fail_open,
+        )
+        return self._lease(query, decision, hit)
+
+    def _eligible(
+        self, exclude: Collection[str], unreachable: Collection[str], now_s: float
+    ) -> tuple[list[_Member], dict[str, str], bool]:
+        members: list[_Member] = []
+        broken: list[_Member] = []
+        passed_over: dict[str, str] = {}
+        for one in self._members.values():
+            if one.target_id in exclude:
+                passed_over[one.target_id] = "excluded"
+            elif one.target_id in unreachable:
+                passed_over[one.target_id] = "unreachable"
+            elif one.state != "ready":
+                passed_over[one.target_id] = one.state
+            elif not one.breaker.allows(now_s):
+                broken.append(one)
+            else:
+                members.append(one)
+        if not members and broken:
+            return broken, passed_over, True
+        passed_over.update((one.target_id, f"breaker {one.breaker.state(now_s)}") for one in broken)
+        return members, passed_over, False
+
+    def _candidate(self, member: _Member, query: Query, hit: Hit, now_s: float) -> Candidate:
+        books, rates = member.books, member.rates
+        return Candidate(
+            target_id=member.target_id,
+            in_flight=books.in_flight,
+            in_flight_tokens=books.in_flight_tokens,
+            queued_uncached_tokens=float(books.queued_uncached_tokens(now_s)),
+            decode_tokens=float(books.decode_tokens(now_s)),
+            kv_usage=books.kv_usage(query.prompt_tokens - hit.device, query.block_size, now_s),
+            prefill_rate=self._rates.prefill(rates),
+            decode_rate=self._rates.decode(rates),
+            fetch_rates=self._rates.fetch(rates) if hit.tokens > hit.device else {},
+            hit=hit,
+        )
+
+    def _cheapest(self, scores: Sequence[Score]) -> int:
+        least = min(score.cost for score in scores)
+        equal = [index for index, score in enumerate(scores) if score.cost <= least * (1 + TIE)]
+        return equal[0] if len(equal) == 1 else self._rng.choice(equal)
+
+    def _lease(self, query: Query, decision: Decision, hit: Hit) -> DispatchLease:
+        member = self._members[decision.target_id]
+        self._last_lease_id += 1
+        lease = DispatchLease(self, member, self._last_lease_id, decision, hit)
+        uncached = max(1, query.prompt_tokens - hit.tokens)
+        member.books.begin((OWN, lease.lease_id), query.prompt_tokens, uncached, decision.at_s)
+        self._index.speculate(member.target_id, query.keys)
+        if dispatched := getattr(self.policy, "dispatched", None):
+            dispatched(query, member.target_id)
+        if self.observer is not None:
+            known = (hit.device - hit.speculative) // query.block_size
+            new_keys = tuple(query.keys[known : known + MAX_SHARED_KEYS])
+            self.observer.dispatched(
+                Dispatch(lease.lease_id, member.target_id, query.prompt_tokens, uncached, new_keys)
+            )
+        return lease
+
+    def _note_answer(self, lease: DispatchLease, cached_tokens: int | None) -> None:
+        if self.observer is not None:
+            self.observer.first_output(lease.lease_id)
+        if self.on_answered is not None and cached_tokens is not None:
+            self.on_answered(
+                Answered(
+                    request_id=lease.decision.request_id,
+                    target_id=lease.target_id,
+                    prompt_tokens=lease.decision.prompt_tokens,
+                    predicted_tokens=lease.hit.tokens,
+                    speculative_tokens=lease.hit.speculative,
+                    cached_tokens=cached_tokens,
+                )
+            )
+
+    def _note_release(self, lease: DispatchLease, outcome: Outcome) -> None:
+        self.outcomes[outcome] += 1
+        if self.observer is not None:
+            self.observer.released(lease.lease_id)
+
+    # What peers dispatched (`RemoteDispatches`)
+
+    def peer_dispatched(self, peer_id: str, dispatch: Dispatch) -> None:
+        member = self._members.get(dispatch.target_id)
+        key = (peer_id, dispatch.lease_id)
+        if member is None or key in self._peer_claims:
+            return
+        self._peer_claims[key] = member.books
+        member.books.begin(key, dispatch.prompt_tokens, dispatch.uncached_tokens, self.clock())
+        self._index.speculate(member.target_id, dispatch.new_keys)
+
+    def peer_first_output(self, peer_id: str, lease_id: int) -> None:
+        if books := self._peer_claims.get((peer_id, lease_id)):
+            books.answer((peer_id, lease_id))
+
+    def peer_released(self, peer_id: str, lease_id: int) -> None:
+        if books := self._peer_claims.pop((peer_id, lease_id), None):
+            books.end((peer_id, lease_id))
+
+    def forget_peer(self, peer_id: str) -> None:
+        for key in [key for key in self._peer_claims if key[0] == peer_id]:
+            self._peer_claims.pop(key).end(key)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books do not add up. For tests."""
+        for one in self._members.values():
+            one.books.check_integrity()
+
+
+def _options(candidates: Sequence[Candidate], scores: Sequence[Score], chosen: int) -> tuple[Option, ...]:
+    """Pair the cheapest candidates with their scores, the chosen one first."""
+    rest = (index for index in range(len(scores)) if index != chosen)
+    kept = nsmallest(KEPT_CANDIDATES - 1, rest, key=lambda index: scores[index].cost)
+    return tuple(Option(candidate=candidates[index], score=scores[index]) for index in (chosen, *kept))

@@ -1,0 +1,143 @@
+"""What is under way on each target: claims that are taken and released in one place, and the engine's own reports.
+
+A claim is one request on one target, of this process or of a peer that told of it. Every sum here changes only
+with the set of claims, so that no claims means zero. Reports of the engine correct what is expected of a claim, never
+the claims themselves. Time comes from the caller.
+"""
+
+from __future__ import annotations
+
+from engine.protocol import EngineLoad
+
+OWN = ""
+"""The process that keeps these books, as the holder of a claim."""
+
+
+class Claim:
+    """One request on one target."""
+
+    __slots__ = ("begun_s", "prompt_tokens", "uncached_tokens")
+
+    def __init__(self, prompt_tokens: int, uncached_tokens: int, begun_s: float) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.uncached_tokens = uncached_tokens
+        self.begun_s = begun_s
+
+
+ClaimKey = tuple[str, int]
+"""(peer, lease id)"""
+
+
+class TargetBooks:
+    """The claims on one target, and its engine's last report.
+
+    `settle_s` bounds the time from a dispatch to a report that includes it: a claim that was younger when the report
+    came is counted beside it. A report older than `stale_s` is not believed, and the claims alone count.
+    """
+
+    def __init__(self, *, settle_s: float = 0.05, stale_s: float = 2.0) -> None:
+        self.load: EngineLoad | None = None
+        self.in_flight = 0
+        self.in_flight_tokens = 0
+        self._settle_s = settle_s
+        self._stale_s = stale_s
+        self._loaded_s = 0.0
+        self._claims: dict[ClaimKey, Claim] = {}
+        # Both in the order in which claims began. Every key of `_young` is one of `_unanswered`, which are all claims.
+        self._unanswered: dict[ClaimKey, Claim] = {}
+        self._young: dict[ClaimKey, Claim] = {}
+        self._unanswered_uncached = self._unanswered_prompt = 0
+        self._young_uncached = 0
+
+    @property
+    def unanswered(self) -> int:
+        """Claims whose first output has not come."""
+        return len(self._unanswered)
+
+    def begin(self, key: ClaimKey, prompt_tokens: int, uncached_tokens: int, now_s: float) -> None:
+        """Add a claim. One that is known already (a peer told of it twice) stays as it is."""
+        if key in self._claims:
+            return
+        claim = self._claims[key] = self._unanswered[key] = self._young[key] = Claim(
+            prompt_tokens, uncached_tokens, now_s
+        )
+        self.in_flight += 1
+        self.in_flight_tokens += claim.prompt_tokens
+        self._unanswered_prompt += claim.prompt_tokens
+        self._unanswered_uncached += claim.uncached_tokens
+        self._young_uncached += claim.uncached_tokens
+
+    def answer(self, key: ClaimKey) -> None:
+        """The prompt of this claim is computed. Unknown and answered claims are ignored."""
+        claim = self._unanswered.pop(key, None)
+        if claim is None:
+            return
+        self._unanswered_prompt -= claim.prompt_tokens
+        self._unanswered_uncached -= claim.uncached_tokens
+        self._settle(key)
+
+    def end(self, key: ClaimKey) -> None:
+        """Take a claim out. An unknown one is ignored: its end may have come before, with its peer's."""
+        claim = self._claims.pop(key, None)
+        if claim is None:
+            return
+        self.answer(key)
+        self.in_flight -= 1
+        self.in_flight_tokens -= claim.prompt_tokens
+
+    def report(self, load: EngineLoad, now_s: float) -> None:
+        """Take the engine's report: claims that it must have seen are in it now."""
+        self.load = load
+        self._loaded_s = now_s
+        for key, claim in list(self._young.items()):
+            if now_s - claim.begun_s < self._settle_s:
+                break
+            self._settle(key)
+
+    def forget_load(self) -> None:
+        """The process that reported is gone."""
+        self.load = None
+
+    def fresh_load(self, now_s: float) -> EngineLoad | None:
+        return self.load if self.load is not None and now_s - self._loaded_s <= self._stale_s else None
+
+    def queued_uncached_tokens(self, now_s: float) -> int:
+        """Prompt tokens that the target has still to compute, as far as is known."""
+        load = self.fresh_load(now_s)
+        if load is None:
+            return self._unanswered_uncached
+        return load.queued_uncached_tokens + self._young_uncached
+
+    def decode_tokens(self, now_s: float) -> int:
+        """The context of the sequences that decode; without a report, the prompts of those that have been answered."""
+        load = self.fresh_load(now_s)
+        return load.running_context_tokens if load is not None else self.in_flight_tokens - self._unanswered_prompt
+
+    def kv_usage(self, coming_tokens: int, block_size: int, now_s: float) -> float:
+        """The share of KV blocks in use when what is on its way and `coming_tokens` have been stored; 0 if unknown."""
+        load = self.fresh_load(now_s)
+        if load is None or load.kv_blocks_total == 0:
+            return 0.0
+        coming_blocks = (self._young_uncached + coming_tokens) / block_size
+        return min(1.0, (load.kv_blocks_used + coming_blocks) / load.kv_blocks_total)
+
+    def drift(self, now_s: float) -> int | None:
+        """Requests that the engine has beyond the claims: other clients', or a fault of these books if it stays."""
+        load = self.fresh_load(now_s)
+        if load is None:
+            return None
+        return load.running + load.waiting + load.waiting_kv - (self.in_flight - len(self._young))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a sum is not that of the claims. For tests."""
+        assert self.in_flight == len(self._claims)
+        assert self.in_flight_tokens == sum(claim.prompt_tokens for claim in self._claims.values())
+        assert self._unanswered_uncached == sum(claim.uncached_tokens for claim in self._unanswered.values())
+        assert self._unanswered_prompt == sum(claim.prompt_tokens for claim in self._unanswered.values())
+        assert self._young_uncached == sum(claim.uncached_tokens for claim in self._young.values())
+        assert self._young.keys() <= self._unanswered.keys() <= self._claims.keys()
+
+    def _settle(self, key: ClaimKey) -> None:
+        claim = self._young.pop(key, None)
+        if claim is not None:
+            self._young_uncached -= claim.uncached_tokens

@@ -1,0 +1,198 @@
+"""The pool that requests are served from: a dispatcher and an admission queue in an event loop.
+
+Routing is the dispatcher's. What is decided here is how long a request waits, for room and for a target that is ready,
+and whom it is told when things change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from engine.errors import DeadlineError, LoadingError, PressureError
+from engine.protocol import EngineLoad, GenerateRequest, Lease, Outcome, TokenOutput
+from kvstore.keys import KeyChain
+from router.admission import Admission, AdmissionLimits, Ticket
+from router.decision import DecisionLog
+from router.dispatcher import Dispatcher, DispatchLease
+from router.readiness import PATIENCE_S, WatchedTarget, refuse_while_loading, wait_for_any
+from router.values import Query, TargetState
+
+REMEMBERED_RETURNS = 10_000
+"""Requests whose attempt failed and which are expected to ask for another target."""
+
+
+class RoutedLease:
+    """One request on one target. Only the first release counts."""
+
+    def __init__(self, pool: RoutedPool, target: WatchedTarget, lease: DispatchLease) -> None:
+        self.target = target
+        self._pool = pool
+        self._lease = lease
+
+    def first_output(self, output: TokenOutput) -> None:
+        self._lease.first_output(output.cached.total if output.cached is not None else None)
+        self._pool.admission.pump()
+
+    def release(self, outcome: Outcome) -> None:
+        self._lease.release(outcome)
+        if outcome in ("fault", "pressure"):
+            self._pool._expect_again(self._lease.decision.request_id)
+        self._pool.admission.pump()
+
+
+class RoutedPool:
+    """`block_size` is that of the targets' block keys; None while it is not known: prompts then match nothing.
+
+    The owner adds and removes targets as it learns of them, and hands on the engines' load reports. `dispatcher` keeps
+    what is in flight and how leases ended, `decisions` the last ones for those who ask why.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        *,
+        block_size: int | None = None,
+        admission_limits: AdmissionLimits | None = None,
+        patience_s: float = PATIENCE_S,
+        num_decisions: int = 512,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.block_size = block_size
+        self.admission = Admission(dispatcher.backlog, dispatcher.clock, admission_limits)
+        self.decisions = DecisionLog(num_decisions)
+        self._patience_s = patience_s
+        self._targets: dict[str, WatchedTarget] = {}
+        self._changed = asyncio.Event()
+        self._served_once = False
+        self._expected_again: OrderedDict[str, None] = OrderedDict()
+
+    @property
+    def targets(self) -> Sequence[WatchedTarget]:
+        return tuple(self._targets.values())
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Claims not yet released, by target; those of peers too."""
+        return self.dispatcher.in_flight
+
+    def add(self, target: WatchedTarget, state: TargetState = "ready") -> None:
+        """Route to a target. One of the same id is replaced, and what was known of it is void."""
+        self._targets[target.target_id] = target
+        self.dispatcher.renew_target(target.target_id, state)
+        self._note_change()
+
+    def remove(self, target_id: str) -> None:
+        """Route to it no more. Its leases stay valid; unknown ids are ignored."""
+        self._targets.pop(target_id, None)
+        self.dispatcher.remove_target(target_id)
+        self._note_change()
+
+    def set_state(self, target_id: str, state: TargetState) -> None:
+        self.dispatcher.set_state(target_id, state)
+        self._note_change()
+
+    def renew(self, target_id: str) -> None:
+        """The target's process was replaced by another: its cache, its load and its faults are gone."""
+        if target_id in self._targets:
+            self.dispatcher.renew_target(target_id)
+            self._note_change()
+
+    def report_load(self, target_id: str, load: EngineLoad) -> None:
+        self.dispatcher.report_load(target_id, load)
+        self.admission.pump()
+
+    async def choose(self, request: GenerateRequest, exclude: Collection[str]) -> Lease:
+        """See `Pool`. Also raises LoadingError while no target has ever been ready.
+
+        A request whose attempt failed does not queue again: it has been admitted, and its client may be reading.
+        """
+        query = self._query(request)
+        if request.request_id in self._expected_again:
+            del self._expected_again[request.request_id]
+            return await self._lease(query, request, exclude)
+        ticket = await self._admit(query, request)
+        try:
+            return await self._lease(query, request, exclude)
+        finally:
+            self.admission.settle(ticket)
+            self.admission.pump()
+
+    async def _lease(self, query: Query, request: GenerateRequest, exclude: Collection[str]) -> Lease:
+        while True:
+            changed = self._changed  # taken before the look at the targets, so that no change is missed
+            allowed = [target for name, target in self._targets.items() if name not in exclude]
+            if not allowed and self._targets:
+                raise PressureError("No engine has room.")
+            unreachable = {target.target_id for target in allowed if not target.engine.is_ready}
+            lease = self.dispatcher.choose(query, exclude, unreachable)
+            if lease is not None:
+                self._served_once = True
+                self.decisions.add(lease.decision)
+                return RoutedLease(self, self._targets[lease.target_id], lease)
+            if not self._served_once:
+                if not allowed:
+                    raise LoadingError("No worker is ready yet.", progress=0.0)
+                await refuse_while_loading(allowed)
+            waits = [target.engine.wait_ready() for target in allowed if target.target_id in unreachable]
+            await wait_for_any([*waits, changed.wait()], request.deadline_unix_s, self._patience_s)
+
+    async def _admit(self, query: Query, request: GenerateRequest) -> Ticket:
+        """Return an admitted ticket, at once or when its turn has come."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def end(ticket: Ticket) -> None:
+            if not turn.done():
+                turn.set_result(None)
+
+        # What is cached shows when it is placed: until then the prompt counts whole.
+        ticket = self.admission.offer(query.prompt_tokens, request.priority, end)
+        if ticket.state == "admitted":
+            return ticket
+        try:
+            await self._wait_turn(turn, request.deadline_unix_s)
+        except BaseException:
+            # Its client left, or its time is over; its turn may have come in the same moment.
+            self.admission.leave(ticket)
+            self.admission.settle(ticket)
+            self.admission.pump()
+            raise
+        if ticket.state == "shed":
+            raise self.admission.refusal()
+        return ticket
+
+    async def _wait_turn(self, turn: asyncio.Future[None], deadline_unix_s: float | None) -> None:
+        wait_s = self.admission.limits.max_wait_s
+        left_s = wait_s if deadline_unix_s is None else max(0.0, deadline_unix_s - time.time())
+        try:
+            await asyncio.wait_for(turn, min(wait_s, left_s))
+        except TimeoutError:
+            if left_s <= wait_s and deadline_unix_s is not None:
+                raise DeadlineError("The request's deadline passed while it was queued.") from None
+            raise self.admission.refusal() from None
+
+    def _query(self, request: GenerateRequest) -> Query:
+        keys: Sequence[bytes] = ()
+        if self.block_size is not None:
+            tokens = [*request.prompt_ids, *request.resume_ids] if request.resume_ids else request.prompt_ids
+            keys = KeyChain(request.cache_scope, self.block_size).extend(tokens)
+        return Query(
+            request_id=request.request_id,
+            prompt_tokens=len(request.prompt_ids) + len(request.resume_ids),
+            keys=keys,
+            block_size=self.block_size or 64,
+            output_tokens=request.sampling.max_tokens,
+            session_id=request.session_id,
+        )
+
+    def _expect_again(self, request_id: str) -> None:
+        self._expected_again[request_id] = None
+        if len(self._expected_again) > REMEMBERED_RETURNS:
+            self._expected_again.popitem(last=False)
+
+    def _note_change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        self.admission.pump()
