@@ -232,7 +232,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is doing now. Block counts are sums over KV groups; tokens are counted once per request.
 
-    `prefill_tokens_total` and `prefill_busy_s_total` are cumulative, so that a rate is the quotient of differences.
+    `queued_uncached_tokens` are still to be computed, beyond the one token that a request decodes in each step; what
+    was cached when a request arrived is not among them. `running_context_tokens` are the tokens that decoding requests
+    attend to, in all.
+
+    Totals and busy times are cumulative, so that a rate is the quotient of differences. A step with prompt tokens
+    counts as prefill; `decode_*` is of the steps without any: tokens sampled, tokens attended to, and time.
     """
 
     running: int = 0
@@ -250,6 +255,10 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_total: int = 0
     prefill_busy_s_total: float = 0.0
     draining: bool = False
+    running_context_tokens: int = 0
+    decode_tokens_total: int = 0
+    decode_context_tokens_total: int = 0
+    decode_busy_s_total: float = 0.0
 
 
 class Engine(Protocol):

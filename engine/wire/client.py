@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
 import msgspec
@@ -28,6 +28,7 @@ from engine.errors import (
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire import messages as wire
 from engine.wire.errors import from_wire
+from engine.wire.load_watch import LOAD_CREDIT, LoadWatch
 from engine.wire.session import Session
 
 OUTPUT_CREDIT = 64
@@ -84,11 +85,16 @@ class _Stream:
 class RemoteEngine:
     """An engine at `address`. `open()` on the loop that uses it, `close()` at the end; it connects again by itself.
 
+    With `watch_load` the engine reports its load whenever it changes; `on_load` is then called with each report.
     `counters` are cumulative: malformed frames, outputs that came late or twice, connections lost.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self, address: str, *, watch_load: bool = False, on_load: Callable[[EngineLoad], None] | None = None
+    ) -> None:
         self.address = address
+        self.submits_sent = 0
+        """Of this connection. `submits_reported` is how many of them the latest load report counts."""
         self.counters = {"malformed_frames": 0, "late_outputs": 0, "lost_connections": 0}
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(wire.EngineMessage).decode
@@ -100,6 +106,8 @@ class RemoteEngine:
         self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
         self._last_call = 0
         self._owed_credit = 0
+        self._watch_load = watch_load
+        self._load = LoadWatch(on_load)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -128,6 +136,29 @@ class RemoteEngine:
     def num_running(self) -> int:
         """Requests that the engine has not ended yet."""
         return len(self._streams)
+
+    @property
+    def latest_load(self) -> EngineLoad | None:
+        """What the engine has reported last; None without `watch_load`, and from a lost connection to the next."""
+        return self._load.latest
+
+    @property
+    def on_load(self) -> Callable[[EngineLoad], None] | None:
+        """Called with each report, on the loop."""
+        return self._load.on_load
+
+    @on_load.setter
+    def on_load(self, listener: Callable[[EngineLoad], None] | None) -> None:
+        self._load.on_load = listener
+
+    @property
+    def load_age_s(self) -> float:
+        """Seconds since the latest report came; infinite when there is none."""
+        return self._load.age_s
+
+    @property
+    def submits_reported(self) -> int:
+        return self._load.submits
 
     def state(self) -> RemoteState:
         return self._state
@@ -227,6 +258,7 @@ class RemoteEngine:
             self._replace(request.request_id, old)
         stream = _Stream(request.attempt, len(request.resume_ids))
         self._streams[request.request_id] = stream
+        self.submits_sent += 1
         self._send_frame(frame)
         return stream
 
@@ -298,9 +330,12 @@ class RemoteEngine:
             return
         if self._session is not None:
             self._session.close()
-        self._owed_credit = 0
+        self._owed_credit = self.submits_sent = 0
+        self._load.forget()
         self._session = Session(self._context, self.address, self._receive, self._caught_up, self._disconnected)
         self._send(wire.Hello(wire.WIRE_VERSION, OUTPUT_CREDIT))
+        if self._watch_load:
+            self._send(wire.WatchLoad(LOAD_CREDIT))
 
     def _disconnected(self) -> None:
         self.counters["lost_connections"] += 1
@@ -315,6 +350,7 @@ class RemoteEngine:
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(died)
+        self._load.forget()
         error = self._state.error
         self._change(RemoteState(state="dead", message=str(error) if error else message, error=error))
 
@@ -347,6 +383,8 @@ class RemoteEngine:
         if self._owed_credit >= OUTPUT_CREDIT // 4:
             self._send(wire.Credit(self._owed_credit))
             self._owed_credit = 0
+        if credit := self._load.take_credit():
+            self._send(wire.WatchLoad(credit))
 
     def _receive_control(self, message: wire.EngineMessage) -> None:
         match message:
@@ -364,6 +402,8 @@ class RemoteEngine:
                 self._change(RemoteState(state="failed", message=text, error=EngineError(text)))
             case wire.Bye():
                 self._disconnected()
+            case wire.LoadReport():
+                self._load.take(message)
             case wire.Outputs():
                 pass
             case reply:

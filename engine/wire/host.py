@@ -8,6 +8,7 @@ request, and a peer that is gone has its requests aborted.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from engine.errors import DrainingError, HeadraceError, LoadingError, PressureEr
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire import messages as wire
 from engine.wire.errors import to_wire
+from engine.wire.load_reports import LoadReports
 from engine.wire.peers import Peer, Route, Routes
 
 log = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class WireHost:
         self._routes = Routes()
         self._status = wire.Status("loading")
         self._next_probe = 0.0
+        self._reports = LoadReports()
         self._core: Core | None = None
         self._info: EngineInfo | None = None
         self._assets: Mapping[str, bytes] = {}
@@ -103,6 +106,7 @@ class WireHost:
 
     def set_status(self, status: wire.Status) -> None:
         """Tell every peer, now and when it connects."""
+        self._reports.note_change()
         self._status = status
         self._broadcast(status)
 
@@ -120,7 +124,7 @@ class WireHost:
 
     def pump(self, timeout_s: float = 0.0) -> None:
         """Handle what has arrived; wait for the first message at most `timeout_s`."""
-        if self._socket.poll(int(timeout_s * 1000)):
+        if self._socket.poll(self._patience_ms(timeout_s)):
             for _ in range(MAX_MESSAGES_PER_PUMP):
                 try:
                     frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -131,9 +135,12 @@ class WireHost:
         if now >= self._next_probe:
             self._next_probe = now + PROBE_INTERVAL_S
             self._broadcast(self._status)
+        if self._core is not None and self._reports.due_in_s(now) <= 0.0:
+            self._report_load(self._core.load(), now)
 
     def send_outputs(self, outputs: Sequence[TokenOutput]) -> None:
         """Send one step's outputs, one message per peer; hold them for peers without credit."""
+        self._reports.note_change()
         batches: dict[bytes, list[TokenOutput]] = {}
         for route, output in self._routes.translate(outputs):
             peer = route.peer
@@ -145,6 +152,18 @@ class WireHost:
         for identity, batch in batches.items():
             if still_there := self._peers.get(identity):
                 self._send_batch(still_there, batch)
+
+    def _patience_ms(self, timeout_s: float) -> int:
+        """How long to wait for a message before something else is to be done: in whole milliseconds, rounded up, for a
+        wait that ends too early would be repeated with nothing to do."""
+        if self._core is not None:
+            timeout_s = min(timeout_s, self._reports.due_in_s(time.monotonic()))
+        return math.ceil(timeout_s * 1000)
+
+    def _report_load(self, load: EngineLoad, now: float) -> None:
+        for peer in self._reports.take_due(now):
+            peer.load_credit -= 1
+            self._send(peer, wire.LoadReport(peer.submits, load))
 
     def close(self) -> None:
         """Give unsent messages a second to leave, then close."""
@@ -183,8 +202,13 @@ class WireHost:
             case wire.Credit(count):
                 peer.credit += max(0, count)
                 self._flush(peer)
+            case wire.WatchLoad(count):
+                peer.load_credit += max(0, count)
+                self._reports.watch(peer)
             case wire.Submit(request):
+                peer.submits += 1
                 self._submit(peer, request)
+                self._reports.note_change()
             case wire.Finish(request_id, keep_tokens):
                 if self._core is not None and (route := peer.running.get(request_id)):
                     self._core.finish(route.key, keep_tokens)
@@ -323,6 +347,7 @@ class WireHost:
 
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.identity]
+        self._reports.forget(peer)
         self.counters["vanished_peers"] += 1
         peer.pending.clear()
         for route in list(peer.running.values()):

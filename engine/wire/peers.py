@@ -1,4 +1,4 @@
-"""What a host keeps of each client: its credit, the requests it has running, and outputs that wait for credit.
+"""What a host keeps of each client: its credits, the requests it has running, and outputs that wait for credit.
 
 Knows no sockets. Memory per peer is bounded by the outputs of its live requests.
 """
@@ -21,6 +21,8 @@ class Peer:
     identity: bytes
     number: int
     credit: int
+    load_credit: int = 0
+    submits: int = 0
     running: dict[str, Route] = field(default_factory=dict)
     pending: dict[Route, list[TokenOutput]] = field(default_factory=dict)
 
