@@ -55,8 +55,8 @@ class RawPeer:
 class Bench:
     """A host with a scripted engine in this process, stepped by hand."""
 
-    def __init__(self, address: str) -> None:
-        self.host = WireHost(address)
+    def __init__(self, address: str, **options: Any) -> None:  # noqa: ANN401
+        self.host = WireHost(address, **options)
         self.core = ScriptedCore(EngineConfig(max_model_len=4096, max_running=4096))
         self.peers: list[RawPeer] = []
 
