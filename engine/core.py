@@ -102,6 +102,9 @@ class EngineCore:
         self._output_tokens = 0
         self._prefill_tokens = 0
         self._prefill_busy_s = 0.0
+        self._decode_tokens = 0
+        self._decode_context_tokens = 0
+        self._decode_busy_s = 0.0
         self._endings: Counter[str] = Counter()
 
     # ---- the door
@@ -249,12 +252,14 @@ class EngineCore:
         """Turn one step's results into tokens, published blocks and outputs; then free what only this step used."""
         launched = self.scheduler.ledger.close(result.step)
         now_s = self._clock()
-        prefill_tokens = 0
+        prefill_tokens = context_tokens = 0
+        output_tokens = self._output_tokens
         for row, request, row_result in zip(launched.plan.rows, launched.requests, result.rows, strict=True):
             if row.token_ids is not None:
                 prefill_tokens += row.count
             if row.sample:
                 request.pending -= 1
+                context_tokens += row.start + row.count
             # A finished request's row is overshoot: it ended while this step was in flight.
             if request.state is not RequestState.FINISHED:
                 self._apply(row, request, row_result, now_s)
@@ -263,6 +268,10 @@ class EngineCore:
         if prefill_tokens:
             self._prefill_tokens += prefill_tokens
             self._prefill_busy_s += result.compute_s
+        else:
+            self._decode_tokens += self._output_tokens - output_tokens
+            self._decode_context_tokens += context_tokens
+            self._decode_busy_s += result.compute_s
 
     def _apply(self, row: Row, request: Request, result: RowResult, now_s: float) -> None:
         if result.error is not None or (row.sample and not result.token_ids):
@@ -374,12 +383,18 @@ class EngineCore:
     # ---- what others ask
 
     def load(self) -> EngineLoad:
-        running, waiting_kv = len(self.scheduler.running), 0
-        queued = 0
-        for request in self._requests.values():
-            waiting_kv += request.state is RequestState.WAITING_KV
+        """Tell what happens now, at a cost that does not grow with the queue."""
+        running, queued, context = len(self.scheduler.running), self.scheduler.queued_tokens, 0
+        for request in self.scheduler.running:
             missing = len(request.tokens) - request.num_computed
-            queued += missing if missing > 1 else 0
+            if missing > 1:
+                queued += missing
+            else:
+                context += request.num_computed
+        loading = [request for request in self.scheduler.port.loading_requests() if not request.finished]
+        queued += sum(len(request.tokens) for request in loading)
+        queued += sum(len(request.tokens) for request, _, _ in self._compiling)
+        waiting_kv = len(loading)
         return EngineLoad(
             running=running,
             waiting=len(self._requests) - running - waiting_kv,
@@ -396,6 +411,10 @@ class EngineCore:
             prefill_tokens_total=self._prefill_tokens,
             prefill_busy_s_total=self._prefill_busy_s,
             draining=self._draining,
+            running_context_tokens=context,
+            decode_tokens_total=self._decode_tokens,
+            decode_context_tokens_total=self._decode_context_tokens,
+            decode_busy_s_total=self._decode_busy_s,
         )
 
     def check_integrity(self) -> None:

@@ -62,6 +62,7 @@ class Request:
         "prompt_logprobs",
         "published_blocks",
         "publishes",
+        "queued_tokens",
         "sent_capacity",
         "slot",
         "spec",
@@ -112,6 +113,7 @@ class Request:
         self.block_size = block_size
         self.chain = KeyChain(spec.cache_scope, block_size)
         self.publishes = True
+        self.queued_tokens = 0
         self.cached: CachedTokens | None = None
 
         # Prompt token 0 has no logprobs. None when none are wanted.

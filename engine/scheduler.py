@@ -129,14 +129,27 @@ class Scheduler:
         self._event_log = event_log
         self.preemptions = 0
         self.next_step = 0
+        self._queued_tokens = 0
         self._max_step_tokens = max_step_tokens
         self._prefix_cache = prefix_cache
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._freed_slots: list[int] = []
         self._leaders: dict[str, Request] = {}
 
+    @property
+    def queued_tokens(self) -> int:
+        """What the waiting requests have to compute, less what was cached when each of them came into the queue."""
+        return self._queued_tokens
+
     def add(self, request: Request) -> None:
+        hit = self.kv.match(self._usable_keys(request), request.num_tokens)
+        request.queued_tokens = request.num_tokens - self.kv.first_position(hit.num_blocks, request.num_tokens)
+        self._queued_tokens += request.queued_tokens
         self.waiting.add(request)
+
+    def _remove_waiting(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self._queued_tokens -= request.queued_tokens
 
     def schedule(self, now_s: float) -> StepPlan | None:
         """Return the next step, entered into the ledger, or None when nobody can go on."""
@@ -253,7 +266,7 @@ class Scheduler:
         return keys
 
     def _take_slot(self, request: Request) -> None:
-        self.waiting.remove(request)
+        self._remove_waiting(request)
         request.slot = self._free_slots.pop()
         request.publishes = self._prefix_cache
         group = request.spec.group_id
@@ -352,7 +365,7 @@ class Scheduler:
         if state is RequestState.RUNNING:
             self.running.remove(request)
         elif state is RequestState.WAITING and not released_later:
-            self.waiting.remove(request)
+            self._remove_waiting(request)
         # The ledger or the port will report a request that is in use, and the others have nothing to wait for.
         if state is not RequestState.WAITING_KV and not released_later:
             self._give_back(request)
@@ -377,7 +390,7 @@ class Scheduler:
         self.port.end(request)
         request.leave_device()
         if not request.finished:
-            self.waiting.add(request)
+            self.add(request)
 
     def check_integrity(self, max_running: int) -> None:
         """Raise AssertionError when blocks, slots or queues do not add up."""
@@ -390,6 +403,7 @@ class Scheduler:
             orders = [r.order for r in queue]
             assert orders == sorted(orders), "a queue is out of order"
         assert all(r.state is RequestState.RUNNING for r in self.running), "a stranger among the running"
+        assert self._queued_tokens == sum(r.queued_tokens for r in self.waiting), "queued tokens do not add up"
         for request in self.waiting:
             assert request.state is RequestState.WAITING, "a stranger among the waiting"
             assert request.slot < 0, "a waiting request has a slot"

@@ -18,11 +18,13 @@ from types import FrameType
 from typing import Protocol
 
 import msgspec
+import zmq
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, HeadraceError, ModelError
 from engine.kv.event_log import KVEventLog
 from engine.protocol import EngineInfo, TokenOutput
+from engine.wire.curve import KeyPair, Socket
 from engine.wire.errors import to_wire
 from engine.wire.host import Core, WireHost
 from engine.wire.messages import Status
@@ -39,13 +41,27 @@ FAREWELL_S = 1.0
 """How long a failed engine stays to tell the reason: clients look for an engine several times a second."""
 
 
+class WireSecurity(msgspec.Struct, frozen=True, kw_only=True):
+    """Files (engine/wire/curve.py): the engine's own key pair, and the public keys of the clients that it lets in."""
+
+    key_file: str
+    clients_file: str | None = None
+
+
 class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process is started with. Without `events_address` no KV events are published."""
+    """What the process is started with. Without `events_address` no KV events are published. A file descriptor is of an
+    inherited socket that listens at the address already.
+    """
 
     config: EngineConfig
     address: str
+    listen_fd: int | None = None
     events_address: str | None = None
+    events_fd: int | None = None
     events_replay_address: str | None = None
+    events_replay_fd: int | None = None
+    dp_rank: int | None = None
+    security: WireSecurity | None = None
     drain_timeout_s: float = 30.0
     log_level: str = "info"
     log_format: LogFormat = "text"
@@ -84,13 +100,13 @@ def run(spec: CoreSpec, load: Load) -> int:
     """Serve the engine that `load` returns until SIGTERM; return the exit code."""
     configure(spec.log_level, spec.log_format)
     # Bound before anything is imported or read, so that clients see the loading from its beginning.
-    host = WireHost(spec.address)
+    host = _open_host(spec)
     try:
         engine = load(spec.config, lambda progress, message: _tell_progress(host, progress, message))
         # What loading has left is here to stay: a full collection would walk through all of it, between two tokens.
         gc.collect()
         gc.freeze()
-        with _publishing(spec, engine) as publish_events:
+        with _publishing(spec, host, engine) as publish_events:
             host.serve(engine.core, engine.info, engine.assets)
             _serve(host, engine.core, spec.drain_timeout_s, publish_events)
         return 0
@@ -101,15 +117,43 @@ def run(spec: CoreSpec, load: Load) -> int:
         host.close()
 
 
+def _open_host(spec: CoreSpec) -> WireHost:
+    security = spec.security
+    if security is None:
+        return WireHost(spec.address, listen_fd=spec.listen_fd)
+    return WireHost(
+        spec.address,
+        listen_fd=spec.listen_fd,
+        keys=KeyPair.read(Path(security.key_file)),
+        clients_file=None if security.clients_file is None else Path(security.clients_file),
+    )
+
+
 @contextmanager
-def _publishing(spec: CoreSpec, engine: LoadedEngine) -> Iterator[Callable[[], None]]:
-    """Yield what publishes the KV events since it was last called. It never waits."""
+def _publishing(spec: CoreSpec, host: WireHost, engine: LoadedEngine) -> Iterator[Callable[[], None]]:
+    """Yield what publishes the KV events since it was last called. It never waits. Events carry token ids, so they go
+    to whom the wire lets in, and to nobody else."""
     log = engine.event_log
     if log is None or spec.events_address is None or spec.events_replay_address is None:
         yield lambda: None
         return
     log.enabled = True
-    publisher = EventPublisher(spec.events_address, spec.events_replay_address, log.content)
+
+    def prepare(socket: Socket) -> None:
+        if host.secure is not None:
+            host.secure(socket)
+        listen_fd = spec.events_fd if socket.type == zmq.PUB else spec.events_replay_fd
+        if listen_fd is not None:
+            socket.set(zmq.USE_FD, listen_fd)
+
+    publisher = EventPublisher(
+        spec.events_address,
+        spec.events_replay_address,
+        log.content,
+        dp_rank=spec.dp_rank,
+        context=host.context,
+        secure=prepare,
+    )
     try:
         yield lambda: publisher.publish(log.take())
     finally:

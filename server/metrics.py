@@ -88,6 +88,11 @@ class EngineLoadCollector(Collector):
             ("headrace_requests_waiting", "Requests waiting for the batch.", load.waiting),
             ("headrace_requests_waiting_kv", "Requests waiting for KV to be loaded.", load.waiting_kv),
             ("headrace_queued_uncached_tokens", "Prompt tokens still to be computed.", load.queued_uncached_tokens),
+            (
+                "headrace_running_context_tokens",
+                "Tokens that decoding requests attend to.",
+                load.running_context_tokens,
+            ),
             ("headrace_kv_blocks_used", "KV blocks in use.", load.kv_blocks_used),
             ("headrace_kv_blocks_total", "KV blocks of the pool.", load.kv_blocks_total),
         )
@@ -99,6 +104,13 @@ class EngineLoadCollector(Collector):
             ("headrace_engine_output_tokens", "Output tokens, as the engine counts.", load.output_tokens_total),
             ("headrace_engine_prefill_tokens", "Prompt tokens computed.", load.prefill_tokens_total),
             ("headrace_engine_prefill_busy_seconds", "Time spent on them.", load.prefill_busy_s_total),
+            ("headrace_engine_decode_tokens", "Tokens of steps without prompt tokens.", load.decode_tokens_total),
+            (
+                "headrace_engine_decode_context_tokens",
+                "Tokens that those steps attended to.",
+                load.decode_context_tokens_total,
+            ),
+            ("headrace_engine_decode_busy_seconds", "Time of those steps.", load.decode_busy_s_total),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(name, text, value=value)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Literal
 
 import msgspec
 import zmq
 
 from engine.errors import (
+    ConfigError,
     DrainingError,
     EngineDiedError,
     EngineError,
@@ -27,14 +29,19 @@ from engine.errors import (
 )
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire import messages as wire
+from engine.wire.curve import KeyPair, check_public_key, secure_client
 from engine.wire.errors import from_wire
-from engine.wire.session import Session
+from engine.wire.load_watch import LOAD_CREDIT, LoadWatch
+from engine.wire.session import Session, Socket
 
 OUTPUT_CREDIT = 64
 """Outputs messages that may be under way: enough for steps of a millisecond and a loop that stalls for 60 ms."""
 
 MAX_STREAMS = 16_384
 """Bounds what a stuck engine can make this process hold."""
+
+REFUSED_RETRY_S = 1.0
+REFUSED_MESSAGE = "The engine and this process do not accept each other's keys."
 
 CALL_TIMEOUT_S = 30.0
 """For the control calls. An engine answers between two steps."""
@@ -84,11 +91,23 @@ class _Stream:
 class RemoteEngine:
     """An engine at `address`. `open()` on the loop that uses it, `close()` at the end; it connects again by itself.
 
+    With `keys`, our own, the connection is encrypted, and the engine must hold the secret of `server_key` (Z85).
+    With `watch_load` the engine reports its load whenever it changes; `on_load` is then called with each report.
     `counters` are cumulative: malformed frames, outputs that came late or twice, connections lost.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: KeyPair | None = None,
+        server_key: str | None = None,
+        watch_load: bool = False,
+        on_load: Callable[[EngineLoad], None] | None = None,
+    ) -> None:
         self.address = address
+        self.submits_sent = 0
+        """Of this connection. `submits_reported` is how many of them the latest load report counts."""
         self.counters = {"malformed_frames": 0, "late_outputs": 0, "lost_connections": 0}
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(wire.EngineMessage).decode
@@ -100,6 +119,15 @@ class RemoteEngine:
         self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
         self._last_call = 0
         self._owed_credit = 0
+        if (keys is None) != (server_key is None):
+            raise ConfigError("A secured connection needs both our own keys and the engine's public key.")
+        self._secure: Callable[[Socket], None] | None = None
+        if keys is not None and server_key is not None:
+            server_key = check_public_key(server_key, f"the engine at {address}")
+            self._secure = partial(secure_client, keys=keys, server_key=server_key)
+        self._retry: asyncio.TimerHandle | None = None
+        self._watch_load = watch_load
+        self._load = LoadWatch(on_load)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -119,6 +147,9 @@ class RemoteEngine:
             self._session = None
         self._context.term()
         self._context = None
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
 
     @property
     def is_ready(self) -> bool:
@@ -128,6 +159,29 @@ class RemoteEngine:
     def num_running(self) -> int:
         """Requests that the engine has not ended yet."""
         return len(self._streams)
+
+    @property
+    def latest_load(self) -> EngineLoad | None:
+        """What the engine has reported last; None without `watch_load`, and from a lost connection to the next."""
+        return self._load.latest
+
+    @property
+    def on_load(self) -> Callable[[EngineLoad], None] | None:
+        """Called with each report, on the loop."""
+        return self._load.on_load
+
+    @on_load.setter
+    def on_load(self, listener: Callable[[EngineLoad], None] | None) -> None:
+        self._load.on_load = listener
+
+    @property
+    def load_age_s(self) -> float:
+        """Seconds since the latest report came; infinite when there is none."""
+        return self._load.age_s
+
+    @property
+    def submits_reported(self) -> int:
+        return self._load.submits
 
     def state(self) -> RemoteState:
         return self._state
@@ -227,6 +281,7 @@ class RemoteEngine:
             self._replace(request.request_id, old)
         stream = _Stream(request.attempt, len(request.resume_ids))
         self._streams[request.request_id] = stream
+        self.submits_sent += 1
         self._send_frame(frame)
         return stream
 
@@ -296,16 +351,40 @@ class RemoteEngine:
     def _connect(self) -> None:
         if self._context is None:
             return
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
         if self._session is not None:
             self._session.close()
-        self._owed_credit = 0
-        self._session = Session(self._context, self.address, self._receive, self._caught_up, self._disconnected)
+        self._owed_credit = self.submits_sent = 0
+        self._load.forget()
+        self._session = Session(
+            self._context,
+            self.address,
+            self._receive,
+            self._caught_up,
+            self._disconnected,
+            self._refused,
+            self._secure,
+        )
         self._send(wire.Hello(wire.WIRE_VERSION, OUTPUT_CREDIT))
+        if self._watch_load:
+            self._send(wire.WatchLoad(LOAD_CREDIT))
 
     def _disconnected(self) -> None:
         self.counters["lost_connections"] += 1
         self._lose("The connection to the engine was lost.")
         self._connect()
+
+    def _refused(self, is_final: bool) -> None:
+        """Something is there that we cannot speak to. The keys that it accepts may change, so we try again."""
+        if is_final and self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(REFUSED_RETRY_S, self._connect)
+        # Without keys, and not refused for good, it may just have ended while the two shook hands.
+        if is_final or self._secure is not None:
+            state = msgspec.structs.replace(self._state, message=REFUSED_MESSAGE)
+            if state != self._state:
+                self._change(state)
 
     def _lose(self, message: str) -> None:
         died = EngineDiedError(message)
@@ -315,6 +394,7 @@ class RemoteEngine:
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(died)
+        self._load.forget()
         error = self._state.error
         self._change(RemoteState(state="dead", message=str(error) if error else message, error=error))
 
@@ -347,6 +427,8 @@ class RemoteEngine:
         if self._owed_credit >= OUTPUT_CREDIT // 4:
             self._send(wire.Credit(self._owed_credit))
             self._owed_credit = 0
+        if credit := self._load.take_credit():
+            self._send(wire.WatchLoad(credit))
 
     def _receive_control(self, message: wire.EngineMessage) -> None:
         match message:
@@ -364,6 +446,8 @@ class RemoteEngine:
                 self._change(RemoteState(state="failed", message=text, error=EngineError(text)))
             case wire.Bye():
                 self._disconnected()
+            case wire.LoadReport():
+                self._load.take(message)
             case wire.Outputs():
                 pass
             case reply:

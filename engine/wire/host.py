@@ -8,18 +8,30 @@ request, and a peer that is gone has its requests aborted.
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import zmq
 
-from engine.errors import DrainingError, HeadraceError, LoadingError, PressureError, RequestError, RequestFailedError
+from engine.errors import (
+    ConfigError,
+    DrainingError,
+    HeadraceError,
+    LoadingError,
+    PressureError,
+    RequestError,
+    RequestFailedError,
+)
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire import messages as wire
+from engine.wire.curve import KeyGate, KeyPair, Socket
 from engine.wire.errors import to_wire
+from engine.wire.load_reports import LoadReports
 from engine.wire.peers import Peer, Route, Routes
 
 log = logging.getLogger(__name__)
@@ -37,6 +49,14 @@ client has at most 16,384 requests and a few messages for each."""
 HELD_LIMIT_REQUESTS = 32_768
 """Of one peer: those that run, and those that ended but wait with their outputs for its credit. A client that grants
 credit has at most half as many."""
+
+MAX_CREDIT = 1024
+"""Whatever a peer grants, no more Outputs than these can lie unread."""
+
+MAX_PEERS = 4096
+
+ASSET_READS = 16
+"""How often one connection may fetch everything that there is: what lies unread is bounded by it."""
 
 PROBE_INTERVAL_S = 0.5
 """ZeroMQ does not say when a peer leaves; sending to it does."""
@@ -61,13 +81,26 @@ class Core(Protocol):
 
 
 class WireHost:
-    """`counters` are cumulative: malformed frames, peers that vanished, outputs that were merged for a slow peer."""
+    """`counters` are cumulative: malformed frames, peers that vanished, outputs that were merged for a slow peer.
 
-    def __init__(self, address: str) -> None:
+    With `keys` only clients get in that `clients_file` lists, or that hold the same keys. `listen_fd` is a socket that
+    listens at `address` already. `context` and `secure` are for other sockets of this process that serve the same
+    clients. Raises ConfigError when the address cannot be had or a file cannot be used.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        listen_fd: int | None = None,
+        keys: KeyPair | None = None,
+        clients_file: Path | None = None,
+    ) -> None:
         self.incarnation = uuid.uuid4().hex
         self.counters = {"malformed_frames": 0, "vanished_peers": 0, "held_outputs": 0}
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate = None if keys is None else KeyGate(self.context, keys, clients_file)
+        self._socket = self.context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.MAXMSGSIZE, wire.MAX_CLIENT_FRAME_BYTES)
         self._socket.set(zmq.RCVHWM, UNHANDLED_LIMIT_MESSAGES)
@@ -75,7 +108,7 @@ class WireHost:
         self._socket.set(zmq.HEARTBEAT_IVL, wire.HEARTBEAT_INTERVAL_MS)
         self._socket.set(zmq.HEARTBEAT_TIMEOUT, wire.HEARTBEAT_TIMEOUT_MS)
         self._socket.set(zmq.LINGER, 1_000)
-        self._socket.bind(address)
+        self._bind(address, listen_fd)
         self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(wire.ClientMessage).decode
@@ -84,9 +117,31 @@ class WireHost:
         self._routes = Routes()
         self._status = wire.Status("loading")
         self._next_probe = 0.0
+        self._reports = LoadReports()
         self._core: Core | None = None
         self._info: EngineInfo | None = None
         self._assets: Mapping[str, bytes] = {}
+
+    def _bind(self, address: str, listen_fd: int | None) -> None:
+        if self.secure is not None:
+            self.secure(self._socket)
+        if listen_fd is not None:
+            self._socket.set(zmq.USE_FD, listen_fd)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"Cannot listen on {address}: {error.strerror}.") from None
+
+    @property
+    def secure(self) -> Callable[[Socket], None] | None:
+        """Prepares a socket of `context` to let in the same clients, before it is bound; None when anybody may."""
+        return None if self._gate is None else self._gate.secure
+
+    @property
+    def num_refused(self) -> int:
+        """Handshakes of clients whose key is not known."""
+        return 0 if self._gate is None else self._gate.refused
 
     @property
     def num_peers(self) -> int:
@@ -103,6 +158,7 @@ class WireHost:
 
     def set_status(self, status: wire.Status) -> None:
         """Tell every peer, now and when it connects."""
+        self._reports.note_change()
         self._status = status
         self._broadcast(status)
 
@@ -120,7 +176,7 @@ class WireHost:
 
     def pump(self, timeout_s: float = 0.0) -> None:
         """Handle what has arrived; wait for the first message at most `timeout_s`."""
-        if self._socket.poll(int(timeout_s * 1000)):
+        if self._socket.poll(self._patience_ms(timeout_s)):
             for _ in range(MAX_MESSAGES_PER_PUMP):
                 try:
                     frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -131,9 +187,12 @@ class WireHost:
         if now >= self._next_probe:
             self._next_probe = now + PROBE_INTERVAL_S
             self._broadcast(self._status)
+        if self._core is not None and self._reports.due_in_s(now) <= 0.0:
+            self._report_load(self._core.load(), now)
 
     def send_outputs(self, outputs: Sequence[TokenOutput]) -> None:
         """Send one step's outputs, one message per peer; hold them for peers without credit."""
+        self._reports.note_change()
         batches: dict[bytes, list[TokenOutput]] = {}
         for route, output in self._routes.translate(outputs):
             peer = route.peer
@@ -146,10 +205,22 @@ class WireHost:
             if still_there := self._peers.get(identity):
                 self._send_batch(still_there, batch)
 
+    def _patience_ms(self, timeout_s: float) -> int:
+        """How long to wait for a message before something else is to be done: in whole milliseconds, rounded up, for a
+        wait that ends too early would be repeated with nothing to do."""
+        if self._core is not None:
+            timeout_s = min(timeout_s, self._reports.due_in_s(time.monotonic()))
+        return math.ceil(timeout_s * 1000)
+
+    def _report_load(self, load: EngineLoad, now: float) -> None:
+        for peer in self._reports.take_due(now):
+            peer.load_credit -= 1
+            self._send(peer, wire.LoadReport(peer.submits, load))
+
     def close(self) -> None:
         """Give unsent messages a second to leave, then close."""
         self._socket.close()
-        self._context.term()
+        self.context.term()
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
@@ -173,18 +244,26 @@ class WireHost:
         if hello.version != wire.WIRE_VERSION:
             self._send_to(identity, wire.VersionRefused(wire.WIRE_VERSION, hello.version))
             return
+        if len(self._peers) >= MAX_PEERS:
+            log.warning("%d clients are connected already: another one was refused", MAX_PEERS)
+            return
         self._met_peers += 1
-        self._peers[identity] = Peer(identity, self._met_peers, max(1, hello.credit))
+        self._peers[identity] = Peer(identity, self._met_peers, min(max(1, hello.credit), MAX_CREDIT))
         self._send_to(identity, wire.Welcome(wire.WIRE_VERSION, self.incarnation))
         self._send_to(identity, self._status)
 
     def _handle(self, peer: Peer, message: wire.ClientMessage) -> None:
         match message:
             case wire.Credit(count):
-                peer.credit += max(0, count)
+                peer.credit = min(peer.credit + max(0, count), MAX_CREDIT)
                 self._flush(peer)
+            case wire.WatchLoad(count):
+                peer.load_credit = min(peer.load_credit + max(0, count), MAX_CREDIT)
+                self._reports.watch(peer)
             case wire.Submit(request):
+                peer.submits += 1
                 self._submit(peer, request)
+                self._reports.note_change()
             case wire.Finish(request_id, keep_tokens):
                 if self._core is not None and (route := peer.running.get(request_id)):
                     self._core.finish(route.key, keep_tokens)
@@ -194,7 +273,7 @@ class WireHost:
             case wire.Hello():
                 pass
             case call:
-                self._send(peer, self._answer(call))
+                self._send(peer, self._answer(peer, call))
 
     def _submit(self, peer: Peer, request: GenerateRequest) -> None:
         try:
@@ -247,15 +326,22 @@ class WireHost:
             self._abort(route, "The request was ended by an operator.", "aborted_by_operator")
         return len(found)
 
-    def _answer(self, call: wire.Call) -> wire.Reply:
+    def _read_asset(self, peer: Peer, call: wire.FetchAsset) -> wire.AssetReply:
+        data = self._assets.get(call.digest)
+        if data is None:
+            raise RequestError(f"There is no asset {call.digest}.", param="digest", value=call.digest)
+        if peer.asset_bytes > ASSET_READS * sum(map(len, self._assets.values())):
+            raise PressureError("This connection has fetched all assets many times.")
+        start = max(0, call.offset)
+        chunk = data[start : start + wire.ASSET_CHUNK_BYTES]
+        peer.asset_bytes += len(chunk)
+        return wire.AssetReply(call.call_id, len(data), chunk)
+
+    def _answer(self, peer: Peer, call: wire.Call) -> wire.Reply:
         try:
             match call:
-                case wire.FetchAsset(call_id, digest, offset):
-                    data = self._assets.get(digest)
-                    if data is None:
-                        raise RequestError(f"There is no asset {digest}.", param="digest", value=digest)
-                    start = max(0, offset)
-                    return wire.AssetReply(call_id, len(data), data[start : start + wire.ASSET_CHUNK_BYTES])
+                case wire.FetchAsset():
+                    return self._read_asset(peer, call)
                 case _ if self._core is None or self._info is None:
                     raise LoadingError(self._status.message or "The model is loading.", progress=self._status.progress)
                 case wire.Describe(call_id):
@@ -323,6 +409,7 @@ class WireHost:
 
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.identity]
+        self._reports.forget(peer)
         self.counters["vanished_peers"] += 1
         peer.pending.clear()
         for route in list(peer.running.values()):

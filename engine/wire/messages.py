@@ -8,6 +8,7 @@ raises WIRE_VERSION, which `Hello` and `Welcome` carry first so that any two ver
                                              Status: at once, and whenever it changes
     Submit, Finish, Abort -----------------> Outputs: one per step and peer, or Refused
     Credit: may send so many more Outputs
+    WatchLoad: may send so many more ------> LoadReport: after a step, and when nothing happens
     Describe, FetchAsset, GetLoad, Drain --> InfoReply, AssetReply, LoadReply, DoneReply, or ErrorReply
     ResetPrefixCache, AbortRequests -------> DoneReply, CountReply, or ErrorReply
 """
@@ -34,6 +35,12 @@ ASSET_CHUNK_BYTES = 1024 * 1024
 HEARTBEAT_INTERVAL_MS = 3_000
 HEARTBEAT_TIMEOUT_MS = 15_000
 """At both ends. ZeroMQ's own threads answer heartbeats, so only a stopped process or a dead link is late."""
+
+LOAD_REPORT_MIN_S = 0.01
+"""Reports of steps that follow each other faster are one report."""
+
+LOAD_REPORT_MAX_S = 0.1
+"""An idle engine reports this often. One within a long step cannot: its next report comes when the step has ended."""
 
 EngineState = Literal["loading", "ready", "draining", "failed"]
 
@@ -97,6 +104,13 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
     call_id: int
     request_id: str
+
+
+class WatchLoad(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """The engine may send `count` more LoadReports than it was allowed before. Who reads slowly gets newer ones, not
+    more of them."""
+
+    count: int
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=32):
@@ -172,7 +186,14 @@ class CountReply(msgspec.Struct, frozen=True, array_like=True, tag=43):
     count: int
 
 
+class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=44):
+    """`load` counts the first `submits` Submits of this peer's connection, and none behind them."""
+
+    submits: int
+    load: EngineLoad
+
+
 Call = Describe | FetchAsset | GetLoad | Drain | ResetPrefixCache | AbortRequests
-ClientMessage = Hello | Submit | Finish | Abort | Credit | Call
+ClientMessage = Hello | Submit | Finish | Abort | Credit | WatchLoad | Call
 Reply = InfoReply | AssetReply | LoadReply | DoneReply | ErrorReply | CountReply
-EngineMessage = Welcome | VersionRefused | Status | Outputs | Refused | Bye | Reply
+EngineMessage = Welcome | VersionRefused | Status | Outputs | Refused | Bye | LoadReport | Reply

@@ -1,4 +1,4 @@
-"""What a host keeps of each client: its credit, the requests it has running, and outputs that wait for credit.
+"""What a host keeps of each client: its credits, the requests it has running, and outputs that wait for credit.
 
 Knows no sockets. Memory per peer is bounded by the outputs of its live requests.
 """
@@ -13,6 +13,9 @@ import msgspec
 from engine.protocol import GenerateRequest, TokenOutput
 from engine.wire.merge import merge_outputs
 
+MERGE_AT_OUTPUTS = 32
+"""An output of one token is ten times as large as the token: what waits long is kept in one piece."""
+
 
 @dataclass(slots=True)
 class Peer:
@@ -21,11 +24,17 @@ class Peer:
     identity: bytes
     number: int
     credit: int
+    load_credit: int = 0
+    submits: int = 0
+    asset_bytes: int = 0
     running: dict[str, Route] = field(default_factory=dict)
     pending: dict[Route, list[TokenOutput]] = field(default_factory=dict)
 
     def hold(self, route: Route, output: TokenOutput) -> None:
-        self.pending.setdefault(route, []).append(output)
+        held = self.pending.setdefault(route, [])
+        held.append(output)
+        if len(held) >= MERGE_AT_OUTPUTS:
+            held[:] = [merge_outputs(held)]
 
     def take_pending(self) -> list[TokenOutput]:
         """Return what waits, one output per request, and forget it."""

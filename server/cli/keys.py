@@ -1,17 +1,18 @@
-"""`headrace keys`: make API keys, and hash keys that exist, for the file that --api-keys-file names."""
+"""`headrace keys`: make and hash API keys for the file of --api-keys-file; make key pairs for the wire."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
 from server.cli.common import debug_option
 
 
-@click.group(short_help="Make and hash API keys.")
+@click.group(short_help="Make API keys and wire keys.")
 def keys() -> None:
-    """Make and hash API keys for the file of --api-keys-file."""
+    """Make and hash API keys for the file of --api-keys-file; make key pairs for workers and gateways."""
 
 
 @keys.command(short_help="Make a key.")
@@ -40,3 +41,18 @@ def hash_key(tenant: str) -> None:
     key = key.strip()
     check_strength(key, "standard input")
     click.echo(hashed_line(read_entry(key, tenant, "TENANT")))
+
+
+@keys.command("pair", short_help="Make a key pair for the wire.")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@debug_option
+def new_pair(file: Path) -> None:
+    """Make FILE with a new key pair (--wire-key-file), which only you may read, and print its public key.
+
+    A worker lets in the clients whose public keys stand in the file of --wire-clients-file, one a line.
+    """
+    from engine.wire.curve import KeyPair
+
+    pair = KeyPair.new()
+    pair.write(file)
+    click.echo(pair.public)

@@ -342,7 +342,25 @@ def test_load_counts_what_happens() -> None:
     assert load.cached_tokens_total > 0
     assert load.prefill_tokens_total == 36 - load.cached_tokens_total
     assert load.prefill_busy_s_total > 0
+    assert 0 < load.decode_tokens_total < load.output_tokens_total
+    assert load.decode_context_tokens_total >= 13 * load.decode_tokens_total
+    assert load.decode_busy_s_total > 0
+    assert load.running_context_tokens == 0
     assert load.steps_total == world.core.scheduler.next_step
+
+
+def test_load_tells_what_decodes_and_does_not_count_queued_tokens_that_are_cached() -> None:
+    world = World(max_running=1, max_step_tokens=64)
+    world.submit(make_request("first", prompt=range(1, 13), max_tokens=40, ignore_eos=True))
+    world.step()
+    world.step()
+    load = world.core.load()
+    assert (load.queued_uncached_tokens, load.running_context_tokens) == (0, 13)
+    world.submit(make_request("like it", prompt=[*range(1, 13), 1, 2, 3], max_tokens=1))
+    world.submit(make_request("fresh", prompt=range(20, 30), max_tokens=1))
+    assert world.core.load().queued_uncached_tokens == 3 + 10
+    world.run()
+    assert world.core.load().queued_uncached_tokens == 0
 
 
 @pytest.mark.parametrize(("configured", "runners", "expected"), [(None, 2, 2), (None, 1, 1), (1, 2, 1), (4, 2, 2)])

@@ -33,7 +33,7 @@ from engine.protocol import (
     TokenLogprobs,
     TokenOutput,
 )
-from server.core_process import CoreSpec, LoadedEngine, OnProgress, read_spec, run
+from server.core_process import CoreSpec, LoadedEngine, OnProgress, WireSecurity, read_spec, run
 from server.parent_watch import child_command
 from tests.support.infos import engine_info
 
@@ -177,7 +177,7 @@ class ScriptedProcess:
     """One engine process at `address`; `module` may also be the real one. `fields` are further ones of the spec."""
 
     def __init__(
-        self, address: str, config: EngineConfig, module: str = "tests.support.scripted_engine", **fields: str
+        self, address: str, config: EngineConfig, module: str = "tests.support.scripted_engine", **fields: object
     ) -> None:
         self._module = module
         self._spec = CoreSpec(config=config, address=address, log_level="warning", **fields)  # type: ignore[arg-type]
@@ -190,7 +190,8 @@ class ScriptedProcess:
         return self._process.pid
 
     def start(self) -> None:
-        self._process = subprocess.Popen(child_command(self._module), stdin=subprocess.PIPE)
+        fds = () if self._spec.listen_fd is None else (self._spec.listen_fd,)
+        self._process = subprocess.Popen(child_command(self._module), stdin=subprocess.PIPE, pass_fds=fds)
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._spec) + b"\n")
         self._process.stdin.close()
@@ -217,14 +218,18 @@ class ScriptedProcess:
 
 
 @contextmanager
-def scripted_process(address: str, **config: object) -> Iterator[ScriptedProcess]:
-    with engine_process(address, EngineConfig(**{"model": "ok", "max_running": 4096, **config})) as process:  # type: ignore[arg-type]
+def scripted_process(
+    address: str, *, listen_fd: int | None = None, security: dict[str, str] | None = None, **config: object
+) -> Iterator[ScriptedProcess]:
+    settings = EngineConfig(**{"model": "ok", "max_running": 4096, **config})  # type: ignore[arg-type]
+    secured = None if security is None else WireSecurity(**security)
+    with engine_process(address, settings, listen_fd=listen_fd, security=secured) as process:
         yield process
 
 
 @contextmanager
 def engine_process(
-    address: str, config: EngineConfig, module: str = "tests.support.scripted_engine", **fields: str
+    address: str, config: EngineConfig, module: str = "tests.support.scripted_engine", **fields: object
 ) -> Iterator[ScriptedProcess]:
     process = ScriptedProcess(address, config, module, **fields)
     try:
