@@ -12,26 +12,23 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
 from fastapi import FastAPI
 
-from engine.wire.client import RemoteEngine
-from router.pool import StaticPool, StaticTarget
-from router.supervisor import Supervisor
+from router.sharing import DispatchSharing
 from server import logs
 from server.api_spec import ApiSpec
 from server.config import ServeConfig
 from server.connection import Connection, raise_fd_limit
-from server.fleet.admin import EveryAdmin
-from server.fleet.readiness import EnginesReadiness
+from server.fleet.local import LocalRegistry
 
 if TYPE_CHECKING:
-    from server.served_model import ServedModel
+    from server.fleet.fleet import Fleet
 
 CLOSE_TIMEOUT_S = 2
 """For connections that do not close although nothing runs on them."""
@@ -86,29 +83,39 @@ class DrainingServer(uvicorn.Server):
 async def serve(spec: ApiSpec) -> None:
     # Imported late: prometheus_client decides at import whether its counters are shared between processes.
     from server.app import build_app
-    from server.served_model import ServedModel
-    from server.service import OneModel
 
-    engines = [RemoteEngine(address) for address in spec.core_addresses]
-    for engine in engines:
-        engine.open()
-    pool = StaticPool([StaticTarget(engine.address, engine) for engine in engines])
-    model = ServedModel(Supervisor(pool), EnginesReadiness(lambda: engines), admin=EveryAdmin(engines))
-    app = build_app(OneModel(model), config=spec.config, credentials=spec.credentials)
-    freezing = asyncio.create_task(_freeze_once_open(model))
+    async with _fleet(spec) as fleet:
+        app = build_app(fleet, config=spec.config, credentials=spec.credentials)
+        freezing = asyncio.create_task(_freeze_once_open(fleet))
+        try:
+            with socket.socket(fileno=spec.listen_fd) as listener:
+                await DrainingServer(app, spec.config).serve([listener])
+        finally:
+            freezing.cancel()
+
+
+@asynccontextmanager
+async def _fleet(spec: ApiSpec) -> AsyncGenerator[Fleet, None]:
+    """The engines behind this process. The application starts and closes the fleet; here is what it stands on."""
+    from server.fleet.fleet import Fleet
+
+    registry = LocalRegistry(spec.workers, spec.gateways)
+    sharing = None
+    if len(spec.gateways) > 1 and len(spec.workers) > 1:
+        sharing = DispatchSharing(spec.gateways[spec.index].dispatches)
+        sharing.open()
     try:
-        with socket.socket(fileno=spec.listen_fd) as listener:
-            await DrainingServer(app, spec.config).serve([listener])
+        yield Fleet(registry, spec.config.routing, sharing=sharing, with_events=len(spec.workers) > 1)
     finally:
-        freezing.cancel()
-        for engine in engines:
-            engine.close()
+        await registry.close()
+        if sharing is not None:
+            sharing.close()
 
 
-async def _freeze_once_open(model: ServedModel) -> None:
+async def _freeze_once_open(fleet: Fleet) -> None:
     """Spare the garbage collector what lives as long as the process: walking through the libraries' objects again and
     again would take a tenth of a second from every stream each time."""
-    await model.opened.wait()
+    await fleet.opened.wait()
     gc.collect()
     gc.freeze()
 

@@ -8,6 +8,20 @@ from engine.config import EngineConfig
 from server.logs import LogFormat
 
 
+class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests are spread over engines. `policy` is one of router/policies/registry.py. Prompts that the engines
+    need longer than `prefill_budget_s` for wait in the router, `max_queued` of them at most. `hedge_after_s` asks a
+    second engine when the first one has not answered for so long; None never does. `index_blocks` bounds what is
+    remembered of the engines' caches, in blocks of one model.
+    """
+
+    policy: str = "prefix"
+    prefill_budget_s: float = 30.0
+    max_queued: int = 1024
+    hedge_after_s: float | None = None
+    index_blocks: int = 1_000_000
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`keep_alive_s` is the idle time of HTTP connections, `sse_keep_alive_s` the pause after which a stream sends a
     comment. `drain_timeout_s` bounds how long running streams may go on after SIGTERM. `request_timeout_s` None means
@@ -17,6 +31,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     engine: EngineConfig = EngineConfig()
+    routing: RoutingConfig = RoutingConfig()
     host: str = "127.0.0.1"
     port: int = 8000
     api_processes: int = 1

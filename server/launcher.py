@@ -18,6 +18,7 @@ import msgspec
 
 from engine.errors import ConfigError, HeadraceError, ModelError
 from engine.wire.client import RemoteEngine
+from router.registry.base import GatewayRecord, RankAddress, WorkerRecord
 from server.access.credentials import Credentials
 from server.api_spec import ApiSpec
 from server.card import facts, print_card
@@ -55,17 +56,31 @@ def run(
     with listen(config.host, config.port) as listener, _private_directory() as directory:
         url = _url(listener)
         log.info("listening on %s", url)
-        addresses = [f"ipc://{directory}/engine{index}" for index in range(config.replicas)]
-        cores = [_core_child(config, index, core_module, address) for index, address in enumerate(addresses)]
-        apis = _api_children(config, credentials or Credentials(), api_module, addresses, listener.fileno(), directory)
+        workers = [_worker(config, index, directory) for index in range(config.replicas)]
+        cores = [_core_child(config, index, core_module, worker) for index, worker in enumerate(workers)]
+        apis = _api_children(config, credentials or Credentials(), api_module, workers, listener.fileno(), directory)
         with_key = bool(credentials and credentials.keys) or config.api_keys_file is not None
+        addresses = [worker.ranks[0].wire for worker in workers]
         return asyncio.run(Launcher(cores, apis, addresses, url, config, with_key=with_key).run())
 
 
-def _core_child(config: ServeConfig, index: int, module: str, address: str) -> ChildSpec:
+def _worker(config: ServeConfig, index: int, directory: str) -> WorkerRecord:
+    """Return how the API processes know an engine. A single one need not tell what it caches: there is no choice."""
+    base = f"ipc://{directory}/engine{index}"
+    rank = RankAddress(dp_rank=0, wire=base)
+    if config.replicas > 1:
+        rank = RankAddress(dp_rank=0, wire=base, events=f"{base}-events", events_replay=f"{base}-replay")
+    model = config.engine.served_model_name or config.engine.model
+    return WorkerRecord(worker_id=f"engine{index}", incarnation="local", model=model, ranks=(rank,))
+
+
+def _core_child(config: ServeConfig, index: int, module: str, worker: WorkerRecord) -> ChildSpec:
+    (rank,) = worker.ranks
     spec = CoreSpec(
         config=msgspec.structs.replace(config.engine, local_index=index, local_engines=config.replicas),
-        address=address,
+        address=rank.wire,
+        events_address=rank.events,
+        events_replay_address=rank.events_replay,
         drain_timeout_s=config.drain_timeout_s,
         log_level=config.log_level,
         log_format=config.log_format,
@@ -74,22 +89,37 @@ def _core_child(config: ServeConfig, index: int, module: str, address: str) -> C
 
 
 def _api_children(
-    config: ServeConfig, credentials: Credentials, module: str, addresses: Sequence[str], fd: int, directory: str
+    config: ServeConfig,
+    credentials: Credentials,
+    module: str,
+    workers: Sequence[WorkerRecord],
+    fd: int,
+    directory: str,
 ) -> list[ChildSpec]:
     metrics_dir = None
     if config.api_processes > 1:
         metrics_dir = f"{directory}/metrics"
         os.mkdir(metrics_dir)
-    line = _line(
-        ApiSpec(
-            config=config,
-            listen_fd=fd,
-            core_addresses=tuple(addresses),
-            credentials=credentials,
-            metrics_dir=metrics_dir,
+    gateways = [_gateway(index, directory) for index in range(config.api_processes)]
+    lines = [
+        _line(
+            ApiSpec(
+                config=config,
+                listen_fd=fd,
+                workers=tuple(workers),
+                gateways=tuple(gateways),
+                index=index,
+                credentials=credentials,
+                metrics_dir=metrics_dir,
+            )
         )
-    )
-    return [ChildSpec(f"API process {index}", module, line, (fd,)) for index in range(config.api_processes)]
+        for index in range(config.api_processes)
+    ]
+    return [ChildSpec(f"API process {index}", module, line, (fd,)) for index, line in enumerate(lines)]
+
+
+def _gateway(index: int, directory: str) -> GatewayRecord:
+    return GatewayRecord(gateway_id=f"api{index}", incarnation="local", dispatches=f"ipc://{directory}/api{index}")
 
 
 class Launcher:

@@ -18,7 +18,8 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from server.config import ServeConfig
+from router.policies.registry import POLICY_NAMES
+from server.config import RoutingConfig, ServeConfig
 from server.setting_values import Kind, choices_of, convert, split_optional
 
 ENV_PREFIX = "HEADRACE_"
@@ -59,12 +60,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def type(self) -> object:
         owner, _, field = self.field.rpartition(".")
-        return _ENGINE_TYPES[field] if owner == "engine" else _SERVE_TYPES[field]
+        return _TYPES[owner][field]
 
     @property
     def default(self) -> object:
         owner, _, field = self.field.rpartition(".")
-        return getattr(_DEFAULTS.engine if owner == "engine" else _DEFAULTS, field)
+        return getattr(getattr(_DEFAULTS, owner) if owner else _DEFAULTS, field)
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -76,8 +77,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _DEFAULTS = ServeConfig()
-_SERVE_TYPES = get_type_hints(ServeConfig)
-_ENGINE_TYPES = get_type_hints(EngineConfig)
+_TYPES = {
+    "": get_type_hints(ServeConfig),
+    "engine": get_type_hints(EngineConfig),
+    "routing": get_type_hints(RoutingConfig),
+}
 
 MODEL, MEMORY, FLEET, HTTP, ACCESS, LOGS = (
     "Model",
@@ -194,6 +198,43 @@ SETTINGS: tuple[Setting, ...] = (
         high=256,
     ),
     Setting(
+        name="routing-policy",
+        field="routing.policy",
+        section=FLEET,
+        help="How requests are spread over the engines.",
+        choices=POLICY_NAMES,
+    ),
+    Setting(
+        name="prefill-budget",
+        field="routing.prefill_budget_s",
+        section=FLEET,
+        help="Prompts that take the engines longer than this wait in the router.",
+        kind="duration",
+        low=0.001,
+    ),
+    Setting(
+        name="max-queued",
+        field="routing.max_queued",
+        section=FLEET,
+        help="Requests that wait in the router at most; more are refused with 429.",
+        low=1,
+    ),
+    Setting(
+        name="hedge-after",
+        field="routing.hedge_after_s",
+        section=FLEET,
+        help="Ask a second engine when the first one has not answered for so long; never unless set.",
+        kind="duration",
+        low=0.001,
+    ),
+    Setting(
+        name="index-blocks",
+        field="routing.index_blocks",
+        section=FLEET,
+        help="KV blocks that the router remembers of its engines' caches.",
+        low=1024,
+    ),
+    Setting(
         name="drain-timeout",
         field="drain_timeout_s",
         section=HTTP,
@@ -307,9 +348,12 @@ def read_settings(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple
     """
     raw, warnings = gather(flags, environ)
     values = {_BY_NAME[name].field: parse(_BY_NAME[name], one) for name, one in raw.items()}
-    engine = {field.removeprefix("engine."): value for field, value in values.items() if field.startswith("engine.")}
-    serve = {field: value for field, value in values.items() if not field.startswith("engine.")}
-    return msgspec.convert({**serve, "engine": engine}, ServeConfig), warnings
+    parts: dict[str, dict[str, object]] = {owner: {} for owner in _TYPES}
+    for path, value in values.items():
+        owner, _, field = path.rpartition(".")
+        parts[owner][field] = value
+    own = parts.pop("")
+    return msgspec.convert({**own, **parts}, ServeConfig), warnings
 
 
 def gather(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[dict[str, Raw], list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.errors import EngineDiedError
 from engine.protocol import Admin
@@ -11,11 +11,11 @@ from engine.protocol import Admin
 class EveryAdmin:
     """Engines that are gone have nothing to be done with: their cache and their requests are gone as well."""
 
-    def __init__(self, engines: Sequence[Admin]) -> None:
+    def __init__(self, engines: Callable[[], Sequence[Admin]]) -> None:
         self._engines = engines
 
     async def reset_prefix_cache(self) -> None:
-        for engine in self._engines:
+        for engine in self._engines():
             try:
                 await engine.reset_prefix_cache()
             except EngineDiedError:
@@ -23,7 +23,7 @@ class EveryAdmin:
 
     async def abort_requests(self, request_id: str) -> int:
         count = 0
-        for engine in self._engines:
+        for engine in self._engines():
             try:
                 count += await engine.abort_requests(request_id)
             except EngineDiedError:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from server.config import ServeConfig
+from server.config import RoutingConfig, ServeConfig
 from server.setting_values import format_size, parse_duration, parse_size
 from server.settings import SETTINGS, Setting, read_settings
 from tests.support.settings_table import PAGE, page_with_table
@@ -42,7 +42,8 @@ def test_nothing_given_is_the_default_configuration() -> None:
 
 def test_every_field_of_the_configuration_has_a_setting() -> None:
     fields = {f"engine.{one.name}" for one in msgspec.structs.fields(EngineConfig)}
-    fields |= {one.name for one in msgspec.structs.fields(ServeConfig)} - {"engine"}
+    fields |= {f"routing.{one.name}" for one in msgspec.structs.fields(RoutingConfig)}
+    fields |= {one.name for one in msgspec.structs.fields(ServeConfig)} - {"engine", "routing"}
     # The device decides on the loop, and the launcher on an engine's place among its neighbours.
     unset = {"engine.in_flight_steps", "engine.local_index", "engine.local_engines"}
     assert {setting.field for setting in SETTINGS} == fields - unset
@@ -79,6 +80,12 @@ SAMPLES = {
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("1234", 1234),
     "api-processes": ("2", 2),
+    "replicas": ("2", 2),
+    "routing-policy": ("least_tokens", "least_tokens"),
+    "prefill-budget": ("10s", 10.0),
+    "max-queued": ("10", 10),
+    "hedge-after": ("500ms", 0.5),
+    "index-blocks": ("5000", 5000),
     "drain-timeout": ("1.5m", 90.0),
     "request-timeout": ("30", 30.0),
     "max-body": ("1MB", 1_000_000),
@@ -98,7 +105,7 @@ SAMPLES = {
 
 def field_of(config: ServeConfig, setting: Setting) -> object:
     owner, _, name = setting.field.rpartition(".")
-    return getattr(config.engine if owner else config, name)
+    return getattr(getattr(config, owner) if owner else config, name)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

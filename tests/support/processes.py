@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from router.registry.base import RankAddress, WorkerRecord
 from server.api_spec import ApiSpec
 from server.config import ServeConfig
 
@@ -39,6 +40,13 @@ def text_core(address: str, *, step_s: float = 0.001) -> Iterator[subprocess.Pop
         process.wait()
 
 
+def worker_at(address: str) -> WorkerRecord:
+    """An engine that is reached there and tells nothing of what it caches."""
+    return WorkerRecord(
+        worker_id="engine", incarnation="local", model="tiny", ranks=(RankAddress(dp_rank=0, wire=address),)
+    )
+
+
 @contextmanager
 def api_processes(
     address: str, *, count: int = 1, config: ServeConfig | None = None, metrics_dir: str | None = None
@@ -50,7 +58,7 @@ def api_processes(
         spec = ApiSpec(
             config=config or ServeConfig(),
             listen_fd=listener.fileno(),
-            core_addresses=(address,),
+            workers=(worker_at(address),),
             metrics_dir=metrics_dir,
         )
         try:

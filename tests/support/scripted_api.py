@@ -25,7 +25,7 @@ from server.api_spec import ApiSpec
 
 class ScriptedApi:
     def __init__(self, spec: ApiSpec) -> None:
-        self.engines = [RemoteEngine(address) for address in spec.core_addresses]
+        self.engines = [RemoteEngine(worker.ranks[0].wire) for worker in spec.workers]
         self.supervisor = Supervisor(StaticPool([StaticTarget(engine.address, engine) for engine in self.engines]))
         self.listener = socket.socket(fileno=spec.listen_fd)
         self.drain_timeout_s = spec.config.drain_timeout_s

@@ -1,0 +1,182 @@
+"""The fleet behind one HTTP process: follows the registry, connects to every worker, and keeps a pool for each model.
+
+The registry says who is there; whether a worker can serve is known from its own connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from engine.wire.curve import KeyPair, secure_client
+from router.registry.base import Registry, WorkerRecord
+from router.registry.compat import CompatibilityGate, compatibility_digest
+from router.sharing import DispatchSharing, PeerAddress
+from router.values import TargetState
+from server.config import RoutingConfig
+from server.fleet.link import RankLink, target_id
+from server.fleet.model_pool import ModelPool, stop
+from server.served_model import ServedModel
+
+log = logging.getLogger("headrace.fleet")
+
+
+class Fleet:
+    """The `Models` of a process that routes. `start` on the loop that uses it, `close` at the end; the registry and the
+    sharing are the caller's, opened before and closed after.
+
+    Without `with_events` nothing publishes what it caches, and prompts are not looked up.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        config: RoutingConfig,
+        *,
+        keys: KeyPair | None = None,
+        sharing: DispatchSharing | None = None,
+        with_events: bool = True,
+    ) -> None:
+        self.pools: dict[str, ModelPool] = {}
+        self.opened = asyncio.Event()
+        """Set once the text of a first model is there, and not reset."""
+        self._registry = registry
+        self._config = config
+        self._keys = keys
+        self._sharing = sharing
+        self._with_events = with_events
+        self._context: zmq.Context[zmq.Socket[Any]] = zmq.Context()
+        self._gate = CompatibilityGate()
+        self._records: tuple[WorkerRecord, ...] = ()
+        self._links: dict[str, RankLink] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._watches: list[asyncio.Task[None]] = []
+
+    def served(self) -> Sequence[ServedModel]:
+        return [pool.model for pool in self.pools.values()]
+
+    @property
+    def links(self) -> Sequence[RankLink]:
+        """All ranks that are connected to, also those that may not serve."""
+        return list(self._links.values())
+
+    async def start(self) -> None:
+        self._watches = [asyncio.create_task(self._watch_workers())]
+        if self._sharing is not None:
+            self._watches.append(asyncio.create_task(self._watch_gateways(self._sharing)))
+
+    async def close(self) -> None:
+        for task in (*self._watches, *self._tasks):
+            await stop(task)
+        for pool in self.pools.values():
+            await pool.close()
+        for link in self._links.values():
+            link.close()
+        self._context.term()
+
+    async def _watch_workers(self) -> None:
+        async for records in self._registry.watch():
+            self._records = records
+            self._connect()
+            self._reconcile()
+
+    async def _watch_gateways(self, sharing: DispatchSharing) -> None:
+        async for gateways in self._registry.watch_gateways():
+            sharing.set_peers(PeerAddress.of(gateway) for gateway in gateways)
+
+    def _connect(self) -> None:
+        """Have one link for every listed rank, and none for any other."""
+        listed = {
+            target_id(record.worker_id, rank.dp_rank): (record, rank)
+            for record in self._records
+            if record.state != "dead"
+            for rank in record.ranks
+        }
+        for name, link in list(self._links.items()):
+            entry = listed.get(name)
+            if entry is not None and (entry[1], entry[0].public_key) == (link.rank, link.record.public_key):
+                link.record = entry[0]
+                continue
+            del self._links[name]
+            if (pool := self.pools.get(link.record.model)) is not None:
+                self._spawn(pool.drop(name))
+            self._spawn(link.retire())
+        for name, (record, rank) in listed.items():
+            if name not in self._links:
+                self._links[name] = link = RankLink(record, rank, self._keys, self._changed)
+                link.open()
+
+    def _changed(self, link: RankLink, is_new_process: bool) -> None:
+        if self._links.get(link.target_id) is not link:
+            return
+        if is_new_process and (pool := self.pools.get(link.record.model)) is not None:
+            self._spawn(pool.renew(link.target_id))
+        self._reconcile()
+
+    def _reconcile(self) -> None:
+        """Let serve who may: listed, compatible with the others of its model, and not at its end."""
+        known = [_as_known(record, self._links) for record in self._records]
+        admitted = self._gate.admit(known)
+        for record in admitted:
+            pool = self._pool(record.model)
+            for rank in record.ranks:
+                link = self._links.get(target_id(record.worker_id, rank.dp_rank))
+                if link is not None:
+                    pool.use(link, _target_state(record, link))
+                    pool.learn(link)
+        allowed = {record.worker_id for record in admitted}
+        for pool in self.pools.values():
+            for link in list(pool.links.values()):
+                if link.record.worker_id not in allowed:
+                    self._spawn(pool.drop(link.target_id))
+
+    def _pool(self, model: str) -> ModelPool:
+        pool = self.pools.get(model)
+        if pool is None:
+            pool = self.pools[model] = ModelPool(
+                model,
+                self._config,
+                context=self._context,
+                secure=None if self._keys is None else self._secure,
+                sharing=self._sharing,
+                with_events=self._with_events,
+            )
+            pool.start()
+            self._spawn(self._note_opened(pool.model))
+        return pool
+
+    async def _note_opened(self, model: ServedModel) -> None:
+        await model.opened.wait()
+        self.opened.set()
+
+    def _secure(self, socket: zmq.Socket[Any], server_key: str) -> None:
+        assert self._keys is not None
+        secure_client(socket, keys=self._keys, server_key=server_key)
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _as_known(record: WorkerRecord, links: dict[str, RankLink]) -> WorkerRecord:
+    """Return the record with what its engine says of itself, where the worker has not told it."""
+    if record.compatibility:
+        return record
+    for rank in record.ranks:
+        link = links.get(target_id(record.worker_id, rank.dp_rank))
+        if link is not None and link.info is not None:
+            return msgspec.structs.replace(record, state="ready", compatibility=compatibility_digest(link.info))
+    return record
+
+
+def _target_state(record: WorkerRecord, link: RankLink) -> TargetState:
+    """A rank whose engine cannot be reached keeps its state: whether it can, its pool asks it."""
+    if record.state in ("draining", "dead"):
+        return record.state
+    return "draining" if link.engine.state().state == "draining" else "ready"

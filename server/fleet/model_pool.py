@@ -1,0 +1,125 @@
+"""Everything that serves one model: its targets, how requests are spread over them, and the model's text."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from router.admission import AdmissionLimits
+from router.decision import Answered
+from router.dispatcher import Dispatcher
+from router.feed import IndexFeed
+from router.hit_check import HitCheck
+from router.index import PrefixIndex
+from router.policies.registry import make_policy
+from router.routed_pool import RoutedPool
+from router.sharing import DispatchSharing
+from router.supervisor import Supervisor
+from router.values import TargetState
+from server.config import RoutingConfig
+from server.fleet.admin import EveryAdmin
+from server.fleet.link import RankLink
+from server.fleet.readiness import EnginesReadiness
+from server.served_model import ServedModel
+
+SMALL_INDEX_BLOCKS = 1024
+"""Where nothing publishes what it caches."""
+
+Secure = Callable[[zmq.Socket[Any], str], None]
+
+
+class ModelPool:
+    """`links` are the targets in use. The fleet adds and removes them; `close` at the end."""
+
+    def __init__(
+        self,
+        name: str,
+        config: RoutingConfig,
+        *,
+        context: zmq.Context[zmq.Socket[Any]],
+        secure: Secure | None = None,
+        sharing: DispatchSharing | None = None,
+        with_events: bool = True,
+    ) -> None:
+        self.name = name
+        self.links: dict[str, RankLink] = {}
+        rng, clock = random.Random(), time.monotonic
+        index = PrefixIndex(config.index_blocks if with_events else SMALL_INDEX_BLOCKS, clock)
+        self.feed = IndexFeed(index, context=context, secure=secure)
+        self.hits = HitCheck(self.feed.check_digest)
+        self._with_events = with_events
+        dispatcher = Dispatcher(make_policy(config.policy, clock, rng), index, clock, rng)
+        dispatcher.on_answered = self._check_prediction
+        if sharing is not None:
+            dispatcher.observer = sharing.observer(name)
+            sharing.attach(name, dispatcher)
+        limits = AdmissionLimits(budget_s=config.prefill_budget_s, max_queued=config.max_queued)
+        self.pool = RoutedPool(dispatcher, admission_limits=limits)
+        self.supervisor = Supervisor(self.pool, hedge_after_s=config.hedge_after_s)
+        self.readiness = EnginesReadiness(lambda: [link.engine for link in self.links.values()])
+        admin = EveryAdmin(lambda: [link.engine for link in self.links.values()])
+        self.model = ServedModel(self.supervisor, self.readiness, name=name, admin=admin)
+
+    def start(self) -> None:
+        self.model.start()
+
+    async def close(self) -> None:
+        await self.model.close()
+        await self.feed.close()
+
+    def use(self, link: RankLink, state: TargetState) -> None:
+        """Route to a target, or change its state."""
+        if link.target_id in self.links:
+            self.pool.set_state(link.target_id, state)
+            return
+        self.links[link.target_id] = link
+        self.pool.add(link, state)
+        link.engine.on_load = lambda load: self.pool.report_load(link.target_id, load)
+        self._open_events(link)
+        self.readiness.note_new_engine()
+
+    async def drop(self, target_id: str) -> None:
+        """Route to a target no more. Its streams go on."""
+        link = self.links.pop(target_id, None)
+        if link is None:
+            return
+        link.engine.on_load = None
+        self.pool.remove(target_id)
+        self.hits.forget(target_id)
+        await self.feed.close_target(target_id)
+
+    async def renew(self, target_id: str) -> None:
+        """Another process answers there now: nothing is cached, nothing is known of its speed."""
+        link = self.links.get(target_id)
+        if link is None:
+            return
+        self.hits.forget(target_id)
+        await self.feed.close_target(target_id)
+        if self.links.get(target_id) is link:
+            self.pool.renew(target_id)
+            self._open_events(link)
+
+    def learn(self, link: RankLink) -> None:
+        """Take what an engine says of itself: all of a pool agree on it."""
+        if self._with_events and link.info is not None and self.pool.block_size is None:
+            self.pool.block_size = link.info.block_size
+
+    def _open_events(self, link: RankLink) -> None:
+        rank = link.rank
+        if rank.events is not None:
+            self.feed.open_target(link.target_id, rank.events, rank.events_replay, public_key=link.record.public_key)
+
+    def _check_prediction(self, answered: Answered) -> None:
+        if self.pool.block_size is not None and self.feed.is_synced(answered.target_id):
+            self.hits.observe(answered, self.pool.block_size)
+
+
+async def stop(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait until it has ended."""
+    task.cancel()
+    await asyncio.wait([task])
