@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from engine.errors import ModelError
-from engine.layers.rotary import LinearScaling, Llama3Scaling, RopeSettings, YarnScaling
+from engine.layers.rope_settings import LinearScaling, Llama3Scaling, RopeSettings, YarnScaling
 from engine.loader.json_file import JsonFile
 
 KINDS = ("default", "linear", "llama3", "yarn")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ModelError
-from engine.loader.files import read_regular
+from engine.loader.files import MAX_CONFIG_BYTES, read_regular
 
 _DIRECTORY = "It needs config.json, model.safetensors and tokenizer.json; a GGUF file is given by its own path."
 
@@ -24,9 +24,9 @@ class JsonFile:
     values: Mapping[str, object]
 
     @classmethod
-    def read(cls, path: Path) -> JsonFile:
+    def read(cls, path: Path, limit_bytes: int = MAX_CONFIG_BYTES) -> JsonFile:
         try:
-            values = json.loads(read_regular(path))
+            values = json.loads(read_regular(path, limit_bytes))
         except FileNotFoundError as error:
             raise ModelError(f"{path}: missing file", hint=_DIRECTORY) from error
         except (OSError, ValueError, RecursionError) as error:

@@ -70,6 +70,11 @@ def _serve(**given: str | bool | None) -> int:
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
 
+    from engine.loader.precheck import check_model
+
+    # Before the port is open and processes run: the engine would say the same seconds later.
+    check_model(config.engine)
+
     from server.access.credentials import SECRET_VARIABLES, read_credentials
     from server.access.log import check_writable
     from server.launcher import run

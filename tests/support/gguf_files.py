@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.layers.rotary import Llama3Scaling, RopeSettings, inverse_frequencies
+from engine.layers.rope_settings import Llama3Scaling, RopeSettings
+from engine.layers.rotary import inverse_frequencies
 from engine.text.byte_level import BYTE_OF
 from tests.support.tiny_models import CHAT_TEMPLATE
 
