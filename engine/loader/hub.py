@@ -188,7 +188,7 @@ class _Hub:
         try:
             if self._model.file is None:
                 return self._snapshot(WANTED, local_files_only=True)
-            directory = self._snapshot([f"*{GGUF}"], local_files_only=True)
+            directory = self._snapshot((), local_files_only=True)  # of any completeness: files are asked for alone
             names = {str(path.relative_to(directory)) for path in directory.rglob(f"*{GGUF}")}
             return directory / chosen_gguf(self._model, names)
         except Exception as error:

@@ -417,6 +417,25 @@ async def test_an_unknown_model_is_told_with_the_known_ones(server: ApiServer) -
     assert "'tiny'" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "served", "close"),
+    [
+        ("smolm2", "smollm2", "smollm2"),
+        ("Qwen3-0.6b", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("tiny.gguf", "/models/a/tiny.gguf", "/models/a/tiny.gguf"),
+        ("gpt-4", "smollm2", None),
+        ("smollm2" * 100_000, "smollm2", None),
+    ],
+)
+def test_a_mistyped_model_is_told_with_the_name_that_is_close(asked: str, served: str, close: str | None) -> None:
+    message = str(UnknownModelError(asked, [served]))
+    assert f"Served: {served!r}." in message
+    assert ("Did you mean" in message) is (close is not None)
+    if close is not None:
+        assert message.endswith(f"Did you mean {close!r}?")
+    assert len(message) < 300
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_body_without_a_length_is_bounded_too(server: ApiServer) -> None:
     async def parts():  # noqa: ANN202

@@ -150,7 +150,7 @@ class FakeEngine:
 
     def logprobs(self, token: int, alternatives: int) -> TokenLogprobs:
         ids = [(token + i) % VOCAB_SIZE for i in range(alternatives)]
-        return TokenLogprobs(-0.25, ids, [-0.25 - i if i < 3 else float("-inf") for i in range(alternatives)])
+        return TokenLogprobs(-0.25, ids, [-0.25 - i if i < 3 else float("-inf") for i in range(alternatives)], 1)
 
     def _cached(self, request: GenerateRequest) -> CachedTokens:
         """Whole blocks of 64 of a prompt that was seen before."""
