@@ -12,8 +12,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`keep_alive_s` is the idle time of HTTP connections, `sse_keep_alive_s` the pause after which a stream sends a
     comment. `drain_timeout_s` bounds how long running streams may go on after SIGTERM. `request_timeout_s` None means
     no limit beyond the client's patience. `max_concurrent_requests` are of the whole server: each API process has its
-    share. `replicas` are engines on this machine behind one router. Keys and secrets themselves are not in here
-    (server/access/credentials.py).
+    share. `max_prompts` are those of one body, times `n`. `replicas` are engines on this machine behind one router.
+    Keys and secrets themselves are not in here (server/access/credentials.py).
     """
 
     engine: EngineConfig = EngineConfig()
@@ -27,6 +27,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_s: float = 120.0
     sse_keep_alive_s: float = 15.0
     max_concurrent_requests: int = 8192
+    max_prompts: int = 1024
     strict_params: bool = False
     api_keys_file: str | None = None
     admin_key_file: str | None = None

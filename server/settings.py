@@ -241,6 +241,14 @@ SETTINGS: tuple[Setting, ...] = (
         low=1,
     ),
     Setting(
+        name="max-prompts",
+        field="max_prompts",
+        section=HTTP,
+        help="Prompts of one completion request, times n.",
+        low=1,
+        high=65536,
+    ),
+    Setting(
         name="strict-params",
         field="strict_params",
         section=HTTP,

@@ -34,6 +34,7 @@ class ChatTemplate:
     How `content` reaches it: a string as it is. A list of text parts becomes one string, joined with newlines, unless
     the template loops over `content` itself: then it gets the parts, and if it never asks whether something is a
     string, strings become one text part as well. No content (None) is "". Any other kind of part is refused.
+    `takes_tools` tells whether it ever looks at tools.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._max_characters = max_characters
         self._takes_parts = _loops_over_content(tree)
+        self.takes_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
         self._takes_strings = not self._takes_parts or any(test.name == "string" for test in tree.find_all(nodes.Test))
 
     @classmethod

@@ -85,6 +85,7 @@ SAMPLES = {
     "keep-alive": ("5s", 5.0),
     "sse-keep-alive": ("500ms", 0.5),
     "max-concurrent-requests": ("11", 11),
+    "max-prompts": ("12", 12),
     "strict-params": ("true", True),
     "api-keys-file": ("k.yaml", "k.yaml"),
     "admin-key-file": ("a.txt", "a.txt"),
