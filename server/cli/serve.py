@@ -63,7 +63,8 @@ def given_flags(given: Mapping[str, str | bool | None]) -> dict[str, str]:
 def _serve(**given: str | bool | None) -> int:
     """Start an OpenAI-compatible server for MODEL.
 
-    MODEL is a Hugging Face directory, a GGUF file, the name of a packaged model, or a hub's repository (org/name).
+    MODEL is a Hugging Face directory, a GGUF file, the name of a packaged model, or a hub's repository (org/name, or
+    org/name:Q4_K_M for a GGUF file in it).
     Without one it is smollm2, a small chat model that is fetched the first time.
     """
     config, warnings = read_settings(given_flags(given), os.environ)
