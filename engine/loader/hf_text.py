@@ -93,7 +93,10 @@ def _chat_template(directory: Path, settings: JsonFile) -> bytes | None:
         return None
     if not isinstance(template, str):
         raise ModelError(f"{settings.path}: 'chat_template' must be a string or a list of named templates")
-    return template.encode()
+    try:
+        return template.encode()
+    except UnicodeEncodeError as error:  # half of a pair, which JSON can hold and no text
+        raise ModelError(f"{settings.path}: 'chat_template' is not Unicode text: {error.reason}") from error
 
 
 def _checked_utf8(path: Path) -> bytes:

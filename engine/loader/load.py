@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.attention.registry import choose
 from engine.config import EngineConfig
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError, ModelError, RequestError
 from engine.layers.row_ops import check_row_independence, row_ops
 from engine.loader.checkpoint import Checkpoint, TextFiles
 from engine.loader.gguf_checkpoint import GGUFCheckpoint
@@ -37,6 +37,9 @@ OnProgress = Callable[[float, str], None]
 
 CheckRoom = Callable[[tuple[KVGroupSpec, ...], torch.dtype, int], object]
 """Called with a model's KV groups, its dtype and the longest sequence. Raises when there will be no room for them."""
+
+SAMPLE_TEXT = "Hello, w\u00f6rld 1\n"
+"""A tokenizer that cannot read this reads next to nothing."""
 
 _DTYPES = {
     "auto": torch.bfloat16,
@@ -170,9 +173,11 @@ def _text_assets(checkpoint: Checkpoint, chat_template: str | None) -> tuple[Tex
 def _check_text(files: TextFiles, template: bytes | None, checkpoint: Checkpoint) -> None:
     """Text is made in other processes; but what they could not use is told here, where a wrong model ends the start."""
     try:
-        TextCodec(files.tokenizer)
+        TextCodec(files.tokenizer).encode(SAMPLE_TEXT, parse_special=True)
         if template is not None:
             ChatTemplate(template.decode(), files.special_tokens)
+    except RequestError as error:
+        raise ModelError(f"{checkpoint.path}: {error}") from error
     except ModelError as error:
         raise ModelError(f"{checkpoint.path}: {error}", hint=error.hint) from error
 

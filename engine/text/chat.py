@@ -45,9 +45,11 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError, ArithmeticError, MemoryError, ValueError) as error:
+            # Besides faults of form: nested without end, and constant expressions, which are computed here.
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise ModelError(
-                f"The chat template does not compile: {error}.", hint="Another one can be given with --chat-template."
+                f"The chat template does not compile: {reason}.", hint="Another one can be given with --chat-template."
             ) from error
         self._special_tokens = dict(special_tokens or {})
         self._max_characters = max_characters

@@ -86,10 +86,15 @@ def main() -> None:
 
 def fail(message: str, hint: str | None, code: int) -> int:
     """Say what went wrong in one line, and what to try in another."""
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    click.echo(f"error: {_one_line(message)}", err=True)
     if hint:
-        click.echo(f"hint: {hint}", err=True)
+        click.echo(f"hint: {_one_line(hint)}", err=True)
     return code
+
+
+def _one_line(text: str) -> str:
+    """Files and servers have a say in what we say: no line breaks, no control of the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
 
 
 def _usage_message(error: click.ClickException) -> str:

@@ -11,7 +11,7 @@ from server.openai.chat_body import Messages
 from server.openai.fields import Truncation, Whole
 
 MAX_TOKENS = 2**20
-MAX_TOOLS = 1024
+MAX_TOOLS = 128
 
 Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
