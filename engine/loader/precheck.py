@@ -16,7 +16,7 @@ from engine.loader.gguf import MAGIC, GGUFFile
 from engine.loader.gguf_config import GGUFConfig
 from engine.loader.hf_config import architecture_of, decoder_config
 from engine.loader.json_file import JsonFile
-from engine.loader.packaged import PACKAGED
+from engine.loader.packaged import PACKAGED, cached_path
 from engine.loader.random_shapes import RANDOM_PREFIX, shape_named
 from engine.loader.shards import SINGLE_FILE, sharded
 from engine.loader.sources import source_of
@@ -44,9 +44,18 @@ def _shape_of(model: str) -> LlamaConfig | None:
         return _directory_shape(path)
     if path.exists():
         return _gguf_shape(path)
-    if model not in PACKAGED:
-        hub.check(model)
+    if model in PACKAGED:
+        return _packaged_shape(model)
+    hub.check(model)
     return None
+
+
+def _packaged_shape(model: str) -> LlamaConfig | None:
+    """A file that is not whole is no fault of the user's: it will be fetched again."""
+    try:
+        return _gguf_shape(cached_path(PACKAGED[model]))
+    except ModelError:
+        return None
 
 
 def check_window(wanted: int | None, longest: int, model: object) -> int:

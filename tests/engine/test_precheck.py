@@ -13,6 +13,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, HeadraceError, ModelError
+from engine.loader.packaged import PACKAGED, cached_path, ensure
 from engine.loader.precheck import check_model
 from tests.engine.test_gguf_reader import gguf_bytes, pair, string
 from tests.support.gguf_files import write_gguf
@@ -167,6 +168,17 @@ def test_a_file_beside_the_weights_is_no_model(directory: Path) -> None:
 def test_a_window_or_a_template_that_cannot_be_is_told(llama: Path) -> None:
     assert "made for 1 to 512 tokens" in str(refusal(llama, max_model_len=513))
     assert "cannot be read" in str(refusal(llama, chat_template=str(llama / "none.jinja")))
+
+
+def test_a_packaged_model_that_is_here_tells_its_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ensure("smollm2")
+    assert "made for 1 to 8192 tokens" in str(refusal("smollm2", max_model_len=8193))
+    path = cached_path(PACKAGED["smollm2"], tmp_path)
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path))
+    check_model(EngineConfig(max_model_len=8193))
+    path.parent.mkdir()
+    path.write_bytes(b"GGUF, but cut")
+    check_model(EngineConfig(max_model_len=8193))
 
 
 def test_serve_tells_it_before_the_port_is_open_and_without_torch(tmp_path: Path) -> None:
