@@ -23,7 +23,7 @@ async def server() -> AsyncIterator[ApiServer]:
 
 
 def ran_on(server: ApiServer) -> list[int]:
-    engine = server.service.engine
+    engine = server.model.engine
     assert isinstance(engine, FakeEngine)
     return engine.seen[-1].prompt_ids
 
