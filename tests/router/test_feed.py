@@ -35,7 +35,7 @@ def context() -> Iterator[zmq.Context[Socket]]:
 
 @pytest.fixture
 async def feed(context: zmq.Context[Socket]) -> AsyncIterator[IndexFeed]:
-    feed = IndexFeed(PrefixIndex(10_000, monotonic), context=context)
+    feed = IndexFeed(PrefixIndex(60_000, monotonic), context=context)
     yield feed
     await feed.close()
 
