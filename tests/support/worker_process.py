@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -18,12 +18,13 @@ from engine.wire.client import RemoteEngine
 from engine.wire.curve import KeyPair
 from router.registry.base import WorkerRecord
 from server.config import WorkerConfig
+from tests.support.headrace_server import COMMAND
 from tests.support.raw_http import exchange
 from tests.support.until import until
 
 ROOT = Path(__file__).parents[2]
 SCRIPTED = "tests.support.scripted_engine"
-COMMAND = (
+SCRIPTED_WORKER = (
     "import sys, msgspec\n"
     "from engine.errors import HeadraceError\n"
     "from server.config import WorkerConfig\n"
@@ -38,12 +39,11 @@ EXIT_TIMEOUT_S = 60
 
 
 class WorkerProcess:
-    def __init__(self, log: Path, config: WorkerConfig, core_module: str) -> None:
+    def __init__(self, log: Path, code: str, *arguments: str) -> None:
         self._log = log
-        arguments = [msgspec.json.encode(config).decode(), core_module]
         with log.open("wb") as stderr:
             self.process = psutil.Popen(
-                [sys.executable, "-c", COMMAND, *arguments], cwd=ROOT, stderr=stderr, stdout=subprocess.DEVNULL
+                [sys.executable, "-c", code, *arguments], cwd=ROOT, stderr=stderr, stdout=subprocess.DEVNULL
             )
 
     @property
@@ -105,9 +105,20 @@ class WorkerProcess:
         psutil.wait_procs(family, timeout=10)
 
 
+def worker_process(directory: Path, config: WorkerConfig) -> AbstractContextManager[WorkerProcess]:
+    """A worker with scripted engines."""
+    return _running(directory, SCRIPTED_WORKER, msgspec.json.encode(config).decode(), SCRIPTED)
+
+
+def worker_command(directory: Path, model: str, **flags: object) -> AbstractContextManager[WorkerProcess]:
+    """A worker as the command line starts it. Flags have underscores."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    return _running(directory, COMMAND, "worker", model, *options)
+
+
 @contextmanager
-def worker_process(directory: Path, config: WorkerConfig, core_module: str = SCRIPTED) -> Iterator[WorkerProcess]:
-    worker = WorkerProcess(directory / "worker.log", config, core_module)
+def _running(directory: Path, *command: str) -> Iterator[WorkerProcess]:
+    worker = WorkerProcess(directory / "worker.log", *command)
     try:
         yield worker
     finally:
