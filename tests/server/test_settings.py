@@ -97,6 +97,7 @@ SAMPLES = {
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("1234", 1234),
     "api-processes": ("2", 2),
+    "replicas": ("2", 2),
     "drain-timeout": ("1.5m", 90.0),
     "request-timeout": ("30", 30.0),
     "max-body": ("1MB", 1_000_000),
