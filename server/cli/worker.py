@@ -21,11 +21,14 @@ def _worker(**given: str | bool | None) -> int:
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
 
+    from engine.loader.precheck import check_model
     from server.access.credentials import ADMIN_VARIABLE, admin_digests
     from server.worker.process import run
 
     digests = admin_digests(config.admin_key_file, os.environ)
     os.environ.pop(ADMIN_VARIABLE, None)  # the children need none of it
+    # Before processes run: the engines would say the same seconds later.
+    check_model(config.engine)
     return run(config, digests)
 
 
