@@ -1,10 +1,11 @@
-"""Settings of `headrace serve`: one schema for flags, environment (HEADRACE_*) and YAML. Read once, frozen."""
+"""Settings of the commands: one schema for flags, environment (HEADRACE_*) and YAML. Read once, frozen."""
 
 from __future__ import annotations
 
 import msgspec
 
 from engine.config import EngineConfig
+from router.values import Role
 from server.logs import LogFormat
 
 
@@ -40,3 +41,29 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def share(self, limit: int) -> int:
         """One API process's part of a limit of the whole server."""
         return -(-limit // self.api_processes)
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `headrace worker`. `listen` and `events_listen` are ZeroMQ addresses of the first rank (server/worker/
+    addresses.py), `advertise` the host by which others reach them. `register` names a registry, None is none.
+
+    `wire_key_file` and `wire_clients_file` are read by engine/wire/curve.py. `insecure` allows to be without.
+    """
+
+    engine: EngineConfig = EngineConfig()
+    listen: str = "tcp://127.0.0.1:5570"
+    events_listen: str | None = None
+    advertise: str | None = None
+    register: str | None = None
+    worker_id: str | None = None
+    dp: int = 1
+    role: Role = "both"
+    http_host: str = "127.0.0.1"
+    http_port: int = 5560
+    wire_key_file: str | None = None
+    wire_clients_file: str | None = None
+    insecure: bool = False
+    admin_key_file: str | None = None
+    drain_timeout_s: float = 30.0
+    log_level: str = "info"
+    log_format: LogFormat = "text"

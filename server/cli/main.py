@@ -22,6 +22,7 @@ from server.cli.doctor import doctor
 from server.cli.keys import keys
 from server.cli.pull import pull
 from server.cli.serve import serve
+from server.cli.worker import worker
 from server.version import VERSION
 
 
@@ -50,6 +51,7 @@ headrace.add_command(chat)
 headrace.add_command(keys)
 headrace.add_command(config)
 headrace.add_command(completion)
+headrace.add_command(worker)
 headrace.add_command(doctor)
 headrace.add_command(bench)
 
