@@ -31,7 +31,7 @@ class Answer(msgspec.Struct, frozen=True):
     stop_type: str = "none"
     completion_probabilities: list[TokenProbability] = []
     timings: Timings | None = None
-    error: msgspec.Raw | None = None
+    error: object = None
 
 
 class LlamaServer:

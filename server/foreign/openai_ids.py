@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, frozen=True):
 class Chunk(msgspec.Struct, frozen=True):
     choices: list[Choice] = []
     usage: Usage | None = None
-    error: msgspec.Raw | None = None
+    error: object = None
 
 
 class OpenAIIds:

@@ -44,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True):
     text: str = ""
     output_ids: list[int] | None = None
     meta_info: Meta = Meta()
-    error: msgspec.Raw | None = None
+    error: object = None
 
 
 class SGLang:

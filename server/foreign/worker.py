@@ -182,6 +182,8 @@ class OpenAIWorker:
                     yield output
                     if output.finish_reason is not None:
                         return
+                if stream.failure is not None:
+                    raise stream.failure
             raise EngineDiedError("The engine's answer broke off.")
         except _StreamEnded:
             yield self._ended(stream)
@@ -275,6 +277,7 @@ class _Stream:
         self._logprobs: list[TokenLogprobs] = []
         self._cached: int | None = None
         self._is_first = True
+        self.failure: HeadraceError | None = None
 
     def end(self, cause: Literal["finish", "abort", "closed"]) -> None:
         """Interrupt whatever it waits for."""
@@ -312,18 +315,21 @@ class _Stream:
         return await self.wait(self.response.content.readany()) or None
 
     def outputs(self, data: bytes) -> list[TokenOutput]:
-        """Return what these bytes add, as one output at most."""
+        """Return what these bytes add, as one output at most. `failure` is set when they told an error behind it."""
         assert self.reader is not None
         try:
             events = self._lines.feed(data)
         except ValueError as error:
             raise EngineDiedError(f"The engine's answer cannot be read: {error}") from None
         finish: Literal["stop", "length"] | None = None
-        for event in events:
-            piece = self.reader.read(event)
-            if piece is not None and finish is None:
-                self._take(piece)
-                finish = piece.finish_reason
+        try:
+            for event in events:
+                piece = self.reader.read(event)
+                if piece is not None and finish is None:
+                    self._take(piece)
+                    finish = piece.finish_reason
+        except HeadraceError as error:
+            self.failure = error
         output = self._output(finish)
         return [] if output is None else [output]
 
