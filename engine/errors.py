@@ -17,6 +17,13 @@ HeadraceError
 
 from __future__ import annotations
 
+MAX_MESSAGE_CHARACTERS = 2000
+
+
+def _bounded(message: str) -> str:
+    """Files have a say in messages about them: a name in one may have megabytes."""
+    return message if len(message) <= MAX_MESSAGE_CHARACTERS else message[:MAX_MESSAGE_CHARACTERS] + "..."
+
 
 class HeadraceError(Exception):
     """Root of the tree. `str(error)` is one line, fit for a user."""
@@ -30,8 +37,8 @@ class ConfigError(HeadraceError):
     code = "config_error"
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.hint = hint
+        super().__init__(_bounded(message))
+        self.hint = None if hint is None else _bounded(hint)
 
 
 class ModelError(HeadraceError):
@@ -40,8 +47,8 @@ class ModelError(HeadraceError):
     code = "model_error"
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.hint = hint
+        super().__init__(_bounded(message))
+        self.hint = None if hint is None else _bounded(hint)
 
 
 class RequestError(HeadraceError):

@@ -88,7 +88,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     `resume_ids` are output tokens that an earlier attempt emitted: they stay output tokens for positions, penalties,
     min/max tokens and offsets. `deadline_unix_s` is absolute, in seconds of the wall clock. Choices of one n > 1
     request share `group_id`. `cache_scope` (32 bytes) is the root of the request's block keys. Smaller `priority`
-    runs first. `traceparent` is W3C trace context. `session_id` names the conversation for routing; engines ignore it.
+    runs first. `traceparent` and `tracestate` are W3C trace context. `session_id` names the conversation for routing;
+    engines ignore it.
     """
 
     request_id: str
@@ -104,16 +105,21 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     priority: int = 0
     deadline_unix_s: float | None = None
     traceparent: str | None = None
+    tracestate: str | None = None
     prompt_logprobs: int | None = None
     session_id: str | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities of one token under the unmodified logits, best alternatives first."""
+    """Natural-log probabilities of one token under the unmodified logits, best alternatives first.
+
+    `rank` is the token's own among all of the vocabulary, 1 for the best; of equals the lower id is better.
+    """
 
     logprob: float
     top_ids: list[int] = []
     top_logprobs: list[float] = []
+    rank: int | None = None
 
 
 class CachedTokens(msgspec.Struct, frozen=True, array_like=True):

@@ -76,8 +76,9 @@ def _check_envelope(request: GenerateRequest) -> None:
         raise _out_of_range("request_id", request.request_id[:MAX_ID_CHARS], f"have 1 to {MAX_ID_CHARS} characters")
     if request.group_id is not None and len(request.group_id) > MAX_ID_CHARS:
         raise _out_of_range("group_id", request.group_id[:MAX_ID_CHARS], f"have at most {MAX_ID_CHARS} characters")
-    if request.traceparent is not None and len(request.traceparent) > MAX_TRACE_CHARS:
-        raise _out_of_range("traceparent", None, f"have at most {MAX_TRACE_CHARS} characters")
+    for name, trace in (("traceparent", request.traceparent), ("tracestate", request.tracestate)):
+        if trace is not None and len(trace) > MAX_TRACE_CHARS:
+            raise _out_of_range(name, None, f"have at most {MAX_TRACE_CHARS} characters")
     if len(request.cache_scope) != KEY_BYTES:
         raise _out_of_range("cache_scope", len(request.cache_scope), f"have {KEY_BYTES} bytes")
     if request.grammar is not None:

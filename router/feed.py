@@ -34,9 +34,6 @@ class TargetView:
             removed = [key for key, is_stored in changes.items() if not is_stored]
             self._index.apply(self._target_id, stored=stored, removed=removed, tier=tier)
 
-    def replace(self, content: Mapping[Tier, Sequence[bytes]]) -> None:
-        self._index.replace(self._target_id, content)
-
     def clear(self) -> None:
         if self._chain is not None:
             self._chain.clear()

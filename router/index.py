@@ -90,7 +90,9 @@ class PrefixIndex:
 
     def clear(self, target_id: str) -> None:
         """The target has nothing any more."""
-        if target_id in self._bits:
+        bit = self._bits.get(target_id)
+        # One that never had anything keeps its bit: who tries in vain to reach it says this again and again.
+        if bit is not None and (self._digests[bit] or self._speculation.knows(bit)):
             self.drop_target(target_id)
             self.add_target(target_id)
 

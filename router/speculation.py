@@ -47,6 +47,10 @@ class Speculation:
         latest.update(zip(later, kept, strict=True))
         self._expected += len(prints)
 
+    def knows(self, bit: int) -> bool:
+        """Whether anything was ever expected of this bit's target."""
+        return bit in self._latest
+
     def forget(self, bit: int) -> None:
         """Nothing is expected of this bit's target any more."""
         self._latest.pop(bit, None)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from server.parent_watch import child_command
@@ -93,6 +93,20 @@ class Child:
             return await process.wait()
         finally:
             self._process = None
+
+
+async def stop_children(children: Sequence[Child], tasks: Sequence[asyncio.Task[int]], grace_s: float) -> None:
+    """Let them end on SIGTERM for `grace_s`, then kill."""
+    for child in children:
+        child.stop()
+    if not tasks:
+        return
+    _, late = await asyncio.wait(tasks, timeout=grace_s)
+    for child, task in zip(children, tasks, strict=True):
+        if task in late:
+            log.warning("%s has not ended within %g s and is killed", child.spec.name, grace_s)
+            child.stop(signal.SIGKILL)
+    await asyncio.wait(tasks)
 
 
 def _describe(code: int) -> str:

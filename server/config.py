@@ -1,10 +1,11 @@
-"""Settings of `headrace serve`: one schema for flags, environment (HEADRACE_*) and YAML. Read once, frozen."""
+"""Settings of the commands: one schema for flags, environment (HEADRACE_*) and YAML. Read once, frozen."""
 
 from __future__ import annotations
 
 import msgspec
 
 from engine.config import EngineConfig
+from router.values import Role
 from server.logs import LogFormat
 
 
@@ -26,8 +27,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`keep_alive_s` is the idle time of HTTP connections, `sse_keep_alive_s` the pause after which a stream sends a
     comment. `drain_timeout_s` bounds how long running streams may go on after SIGTERM. `request_timeout_s` None means
     no limit beyond the client's patience. `max_concurrent_requests` are of the whole server: each API process has its
-    share. `replicas` are engines on this machine behind one router. Keys and secrets themselves are not in here
-    (server/access/credentials.py).
+    share. `max_prompts` are those of one body, times `n`. `replicas` are engines on this machine behind one router.
+    Keys and secrets themselves are not in here (server/access/credentials.py).
     """
 
     engine: EngineConfig = EngineConfig()
@@ -42,6 +43,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_s: float = 120.0
     sse_keep_alive_s: float = 15.0
     max_concurrent_requests: int = 8192
+    max_prompts: int = 1024
     strict_params: bool = False
     api_keys_file: str | None = None
     admin_key_file: str | None = None
@@ -54,3 +56,29 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def share(self, limit: int) -> int:
         """One API process's part of a limit of the whole server."""
         return -(-limit // self.api_processes)
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `headrace worker`. `listen` and `events_listen` are ZeroMQ addresses of the first rank (server/worker/
+    addresses.py), `advertise` the host by which others reach them. `register` names a registry, None is none.
+
+    `wire_key_file` and `wire_clients_file` are read by engine/wire/curve.py. `insecure` allows to be without.
+    """
+
+    engine: EngineConfig = EngineConfig()
+    listen: str = "tcp://127.0.0.1:5570"
+    events_listen: str | None = None
+    advertise: str | None = None
+    register: str | None = None
+    worker_id: str | None = None
+    dp: int = 1
+    role: Role = "both"
+    http_host: str = "127.0.0.1"
+    http_port: int = 5560
+    wire_key_file: str | None = None
+    wire_clients_file: str | None = None
+    insecure: bool = False
+    admin_key_file: str | None = None
+    drain_timeout_s: float = 30.0
+    log_level: str = "info"
+    log_format: LogFormat = "text"

@@ -8,6 +8,7 @@ HTTP or JSON. Exit codes: 0 stopped by SIGTERM, 2 the model or a setting is wron
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import sys
 import time
@@ -100,7 +101,11 @@ def run(spec: CoreSpec, load: Load) -> int:
     """Serve the engine that `load` returns until SIGTERM; return the exit code."""
     configure(spec.log_level, spec.log_format)
     # Bound before anything is imported or read, so that clients see the loading from its beginning.
-    host = _open_host(spec)
+    try:
+        host = _open_host(spec)
+    except ConfigError as error:
+        logging.getLogger(__name__).error("%s", error)
+        return 2
     try:
         engine = load(spec.config, lambda progress, message: _tell_progress(host, progress, message))
         # What loading has left is here to stay: a full collection would walk through all of it, between two tokens.

@@ -13,6 +13,7 @@ import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal
 
 import msgspec
@@ -38,6 +39,8 @@ logger = logging.getLogger("headrace.http")
 MAX_RETRY_AFTER_S = 60
 SHOWN_VALUE_CHARACTERS = 80
 SHOWN_NAMES = 8
+MAX_COMPARED_CHARACTERS = 200
+"""Of a name of the client's that is compared with names that exist."""
 
 Retry = Literal["default", "after", "never"]
 
@@ -49,7 +52,8 @@ class UnknownModelError(RequestError):
 
     def __init__(self, model: str, served: Sequence[str]) -> None:
         names = ", ".join(repr(name) for name in served)
-        super().__init__(f"The model {shown(model)} does not exist here. Served: {names}.", param="model", value=model)
+        message = f"The model {shown(model)} does not exist here. Served: {names}."
+        super().__init__(message + _closest(model, served), param="model", value=model)
 
 
 class BodyTooLargeError(RequestError):
@@ -203,6 +207,15 @@ def error_from_validation(error: ValidationError) -> RequestError:
                 value=value,
                 code=code,
             )
+
+
+def _closest(model: str, served: Sequence[str]) -> str:
+    """A question, where a served name is close, also in other letters or without its folder."""
+    if len(model) > MAX_COMPARED_CHARACTERS:
+        return ""
+    simple = {form: name for name in served for form in (name.lower(), name.lower().rstrip("/").rpartition("/")[2])}
+    close = get_close_matches(model.lower(), simple, n=1, cutoff=0.7)
+    return f" Did you mean {simple[close[0]]!r}?" if close else ""
 
 
 def param_name(location: Sequence[int | str]) -> str | None:

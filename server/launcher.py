@@ -22,7 +22,7 @@ from router.registry.base import GatewayRecord, RankAddress, WorkerRecord
 from server.access.credentials import Credentials
 from server.api_spec import ApiSpec
 from server.card import facts, print_card
-from server.child import Child, ChildSpec
+from server.child import Child, ChildSpec, stop_children
 from server.config import ServeConfig
 from server.core_process import CoreSpec
 from server.loading_bar import show_loading
@@ -54,7 +54,7 @@ def run(
     """
     configure(config.log_level, config.log_format)
     with listen(config.host, config.port) as listener, _private_directory() as directory:
-        url = _url(listener)
+        url = url_of(listener)
         log.info("listening on %s", url)
         workers = [_worker(config, index, directory) for index in range(config.replicas)]
         cores = [_core_child(config, index, core_module, worker) for index, worker in enumerate(workers)]
@@ -158,10 +158,10 @@ class Launcher:
         try:
             await asyncio.wait({stop, *cores, *apis}, return_when=asyncio.FIRST_COMPLETED)
             failed = [index for index, core in enumerate(cores) if core.done()]
-            failure = await _failure(self._engines[failed[0]]) if failed and not self._stop.is_set() else None
+            failure = await failure_of(self._engines[failed[0]]) if failed and not self._stop.is_set() else None
             # Streams need their engine to their end, so those go last.
-            await _stop_all(self._apis, apis, STOP_GRACE_S + (0 if failure else self._drain_timeout_s))
-            await _stop_all(self._cores, cores, STOP_GRACE_S)
+            await stop_children(self._apis, apis, STOP_GRACE_S + (0 if failure else self._drain_timeout_s))
+            await stop_children(self._cores, cores, STOP_GRACE_S)
         finally:
             for child in (*self._apis, *self._cores):
                 child.stop(signal.SIGKILL)
@@ -200,7 +200,7 @@ class Launcher:
         print_card(info, self._url, with_key=self._with_key, replicas=len(infos))
 
 
-async def _failure(engine: RemoteEngine) -> HeadraceError:
+async def failure_of(engine: RemoteEngine) -> HeadraceError:
     """Return why the engine's process gave up. It told the wire before it ended."""
     try:
         async with asyncio.timeout(STOP_GRACE_S):
@@ -209,20 +209,6 @@ async def _failure(engine: RemoteEngine) -> HeadraceError:
     except TimeoutError:
         return ModelError("The model cannot be loaded.", hint="The log above has the reason.")
     return error
-
-
-async def _stop_all(children: Sequence[Child], tasks: Sequence[asyncio.Task[int]], grace_s: float) -> None:
-    """Let them end on SIGTERM for `grace_s`, then kill."""
-    for child in children:
-        child.stop()
-    if not tasks:
-        return
-    _, late = await asyncio.wait(tasks, timeout=grace_s)
-    for child, task in zip(children, tasks, strict=True):
-        if task in late:
-            log.warning("%s has not ended within %g s and is killed", child.spec.name, grace_s)
-            child.stop(signal.SIGKILL)
-    await asyncio.wait(tasks)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -247,10 +233,11 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, advertise: str | None = None) -> str:
+    """Return the URL by which this machine reaches it, or by which others do when it listens on all addresses."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
+        host = advertise or "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.access.log import AccessLog
 from server.access.record import RequestRecord, attach_record
+from server.access.trace import trace_of
 from server.logs import PROBE_PATHS, log_request
 from server.metrics import ServerMetrics
 
@@ -38,7 +39,7 @@ class EdgeMiddleware:
             await self.app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        record = RequestRecord(request_id)
+        record = RequestRecord(request_id, trace=trace_of(scope["headers"]))
         attach_record(scope, record)
         status = CLIENT_LEFT
         started = time.perf_counter()

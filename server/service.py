@@ -11,7 +11,7 @@ from engine.errors import HeadraceError, LoadingError, RequestError
 from engine.protocol import EngineLoad
 from kvstore.keys import PUBLIC_SCOPE, tenant_scope
 from router.fleet import sum_loads
-from server.access.record import Caller
+from server.access.record import Caller, RequestRecord
 from server.config import ServeConfig
 from server.errors import UnknownModelError
 from server.health import STATUSES, ServiceState
@@ -122,7 +122,7 @@ class Service:
             return PUBLIC_SCOPE
         return tenant_scope(self._scope_secret, tenant or "", salt or "")
 
-    def caller(self, tenant: str | None) -> Caller:
+    def caller(self, record: RequestRecord) -> Caller:
         """Begin the time of a request that has just arrived."""
         timeout_s = self.config.request_timeout_s
-        return Caller(tenant, None if timeout_s is None else time.time() + timeout_s)
+        return Caller(record.tenant, None if timeout_s is None else time.time() + timeout_s, record.trace)

@@ -1,6 +1,7 @@
-"""The settings of `headrace serve`: one table from which flags, HEADRACE_* variables, YAML keys and the docs are made.
+"""Settings of the commands, out of flags, HEADRACE_* variables and a YAML file, by one table for each command.
 
-Reads all sources once and returns a checked, frozen ServeConfig. A flag wins over the environment, that over the file,
+Reads all sources once and returns a checked, frozen configuration. One file may serve several commands: each takes what
+is its own. A flag wins over the environment, that over the file,
 that over the default. Every message names the flag, variable or key that it is about.
 """
 
@@ -10,19 +11,31 @@ import errno
 import os
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_type_hints
 
 import msgspec
 
-from engine.config import EngineConfig
 from engine.errors import ConfigError
-from router.policies.registry import POLICY_NAMES
-from server.config import RoutingConfig, ServeConfig
-from server.setting_values import Kind, choices_of, convert, split_optional
+from server.config import ServeConfig, WorkerConfig
+from server.serve_settings import SETTINGS
+from server.setting import ENV_PREFIX, Setting
+from server.setting_values import convert, split_optional
+from server.worker.settings import WORKER_SETTINGS
 
-ENV_PREFIX = "HEADRACE_"
+__all__ = [
+    "CONFIG_VARIABLE",
+    "SETTINGS",
+    "WORKER_SETTINGS",
+    "Raw",
+    "Setting",
+    "gather",
+    "metavar",
+    "parse",
+    "read_settings",
+    "read_worker_settings",
+]
+
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
 MAX_FILE_BYTES = 1024 * 1024
 OTHER_VARIABLES = frozenset(
@@ -36,302 +49,7 @@ talks to and its key there, and the keys that this server asks for."""
 _SERVICE_LINK = re.compile(r"HEADRACE_(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP).*)")
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """`field` is the path in ServeConfig, whose annotation gives the type. `low` and `high` are inclusive."""
-
-    name: str
-    field: str
-    section: str
-    help: str
-    kind: Kind = "plain"
-    choices: tuple[str, ...] = ()
-    low: float | None = None
-    high: float | None = None
-    metavar: str = ""
-
-    @property
-    def variable(self) -> str:
-        return ENV_PREFIX + self.name.replace("-", "_").upper()
-
-    @property
-    def flag(self) -> str:
-        return "MODEL" if self.name == "model" else f"--{self.name}"
-
-    @property
-    def type(self) -> object:
-        owner, _, field = self.field.rpartition(".")
-        return _TYPES[owner][field]
-
-    @property
-    def default(self) -> object:
-        owner, _, field = self.field.rpartition(".")
-        return getattr(getattr(_DEFAULTS, owner) if owner else _DEFAULTS, field)
-
-    @property
-    def allowed(self) -> tuple[str, ...]:
-        return self.choices or choices_of(self.type)
-
-    @property
-    def is_switch(self) -> bool:
-        return self.type is bool
-
-
-_DEFAULTS = ServeConfig()
-_TYPES = {
-    "": get_type_hints(ServeConfig),
-    "engine": get_type_hints(EngineConfig),
-    "routing": get_type_hints(RoutingConfig),
-}
-
-MODEL, MEMORY, FLEET, HTTP, ACCESS, LOGS = (
-    "Model",
-    "Cache and scheduling",
-    "Replicas and routing",
-    "HTTP",
-    "Access",
-    "Logging",
-)
-
-SETTINGS: tuple[Setting, ...] = (
-    Setting(
-        name="model",
-        field="engine.model",
-        section=MODEL,
-        help="A Hugging Face directory, a GGUF file, a packaged model's name, or a hub's org/name.",
-    ),
-    Setting(
-        name="served-model-name",
-        field="engine.served_model_name",
-        section=MODEL,
-        help="The name that clients use.",
-        metavar="NAME",
-    ),
-    Setting(
-        name="max-model-len",
-        field="engine.max_model_len",
-        section=MODEL,
-        help="Tokens of prompt and answer together; the model's own limit unless set.",
-        low=2,
-    ),
-    Setting(name="dtype", field="engine.dtype", section=MODEL, help="Type of weights and activations."),
-    Setting(
-        name="numerics",
-        field="engine.numerics",
-        section=MODEL,
-        help="invariant: bitwise equal logits, whatever runs beside a request.",
-    ),
-    Setting(name="device", field="engine.device", section=MODEL, help="Where the model runs."),
-    Setting(
-        name="threads",
-        field="engine.threads",
-        section=MODEL,
-        help="CPU threads of the engine; the cores of this machine unless set.",
-        low=1,
-        high=1024,
-    ),
-    Setting(
-        name="chat-template",
-        field="engine.chat_template",
-        section=MODEL,
-        help="A Jinja chat template to use instead of the model's own.",
-        metavar="FILE",
-    ),
-    Setting(
-        name="kv-cache-memory",
-        field="engine.kv_cache_memory_bytes",
-        section=MEMORY,
-        help="Memory of the KV cache, such as 2GiB; chosen from the free memory unless set.",
-        kind="size",
-        low=1,
-    ),
-    Setting(
-        name="block-size",
-        field="engine.block_size",
-        section=MEMORY,
-        help="Tokens of one KV block.",
-        choices=("16", "32", "64", "128", "256"),
-    ),
-    Setting(
-        name="prefix-cache",
-        field="engine.prefix_cache",
-        section=MEMORY,
-        help="Reuse the KV of prompts that begin alike.",
-    ),
-    Setting(
-        name="max-running",
-        field="engine.max_running",
-        section=MEMORY,
-        help="Requests that run at once.",
-        low=1,
-        high=65536,
-    ),
-    Setting(
-        name="max-waiting",
-        field="engine.max_waiting",
-        section=MEMORY,
-        help="Requests that may wait; more are refused with 429.",
-        low=1,
-    ),
-    Setting(
-        name="max-step-tokens",
-        field="engine.max_step_tokens",
-        section=MEMORY,
-        help="Token budget of one engine step: longer prompts are computed in chunks.",
-        low=1,
-    ),
-    Setting(name="host", field="host", section=HTTP, help="Address to listen on; 0.0.0.0 for all.", metavar="ADDRESS"),
-    Setting(name="port", field="port", section=HTTP, help="Port to listen on; 0 takes a free one.", low=0, high=65535),
-    Setting(
-        name="api-processes",
-        field="api_processes",
-        section=HTTP,
-        help="Processes that speak HTTP for the engines.",
-        low=1,
-        high=256,
-    ),
-    Setting(
-        name="replicas",
-        field="replicas",
-        section=FLEET,
-        help="Engines on this machine, each with the whole model, behind one router.",
-        low=1,
-        high=256,
-    ),
-    Setting(
-        name="routing-policy",
-        field="routing.policy",
-        section=FLEET,
-        help="How requests are spread over the engines.",
-        choices=POLICY_NAMES,
-    ),
-    Setting(
-        name="prefill-budget",
-        field="routing.prefill_budget_s",
-        section=FLEET,
-        help="Prompts that take the engines longer than this wait in the router.",
-        kind="duration",
-        low=0.001,
-    ),
-    Setting(
-        name="max-queued",
-        field="routing.max_queued",
-        section=FLEET,
-        help="Requests that wait in the router at most; more are refused with 429.",
-        low=1,
-    ),
-    Setting(
-        name="hedge-after",
-        field="routing.hedge_after_s",
-        section=FLEET,
-        help="Ask a second engine when the first one has not answered for so long; never unless set.",
-        kind="duration",
-        low=0.001,
-    ),
-    Setting(
-        name="index-blocks",
-        field="routing.index_blocks",
-        section=FLEET,
-        help="KV blocks that the router remembers of its engines' caches.",
-        low=1024,
-    ),
-    Setting(
-        name="drain-timeout",
-        field="drain_timeout_s",
-        section=HTTP,
-        help="How long running requests may go on after SIGTERM.",
-        kind="duration",
-        low=0,
-    ),
-    Setting(
-        name="request-timeout",
-        field="request_timeout_s",
-        section=HTTP,
-        help="The longest that one request may take; no limit unless set.",
-        kind="duration",
-        low=0.001,
-    ),
-    Setting(
-        name="max-body",
-        field="max_body_bytes",
-        section=HTTP,
-        help="The largest request body.",
-        kind="size",
-        low=1024,
-    ),
-    Setting(
-        name="keep-alive",
-        field="keep_alive_s",
-        section=HTTP,
-        help="How long an idle connection stays open.",
-        kind="duration",
-        low=0,
-    ),
-    Setting(
-        name="sse-keep-alive",
-        field="sse_keep_alive_s",
-        section=HTTP,
-        help="Silence on a stream after which a comment is sent.",
-        kind="duration",
-        low=0.1,
-    ),
-    Setting(
-        name="max-concurrent-requests",
-        field="max_concurrent_requests",
-        section=HTTP,
-        help="Requests under way, probes not counted; more are refused with 429.",
-        low=1,
-    ),
-    Setting(
-        name="strict-params",
-        field="strict_params",
-        section=HTTP,
-        help="Refuse unknown fields of a body instead of ignoring and naming them.",
-    ),
-    Setting(
-        name="api-keys-file",
-        field="api_keys_file",
-        section=ACCESS,
-        help="API keys and their tenants, a `KEY: TENANT` a line; read again when it changes.",
-        metavar="FILE",
-    ),
-    Setting(
-        name="admin-key-file",
-        field="admin_key_file",
-        section=ACCESS,
-        help="The key of /admin; without one only this machine may use it.",
-        metavar="FILE",
-    ),
-    Setting(
-        name="scope-secret-file",
-        field="scope_secret_file",
-        section=ACCESS,
-        help="The secret that keeps tenants' caches apart, to share between hosts; made at the first start unless set.",
-        metavar="FILE",
-    ),
-    Setting(
-        name="open-metrics",
-        field="open_metrics",
-        section=ACCESS,
-        help="Let /metrics and /load be read without a key.",
-    ),
-    Setting(
-        name="log-level",
-        field="log_level",
-        section=LOGS,
-        help="The least important events to log.",
-        choices=("debug", "info", "warning", "error"),
-    ),
-    Setting(name="log-format", field="log_format", section=LOGS, help="text, or one JSON object a line."),
-    Setting(
-        name="access-log",
-        field="access_log",
-        section=LOGS,
-        help="Append a JSON line for every request to this file; - is standard output.",
-        metavar="FILE",
-    ),
-)
-
-_BY_NAME = {setting.name: setting for setting in SETTINGS}
+_BY_NAME = {setting.name: setting for setting in (*SETTINGS, *WORKER_SETTINGS)}
 
 
 class Raw(msgspec.Struct, frozen=True):
@@ -346,24 +64,41 @@ def read_settings(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple
 
     `flags` has the given flags by setting name, and the file's path as "config". Raises ConfigError.
     """
-    raw, warnings = gather(flags, environ)
+    values, warnings = _read(flags, environ, SETTINGS)
+    return msgspec.convert(values, ServeConfig), warnings
+
+
+def read_worker_settings(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[WorkerConfig, list[str]]:
+    """The same for `headrace worker`."""
+    values, warnings = _read(flags, environ, WORKER_SETTINGS)
+    return msgspec.convert(values, WorkerConfig), warnings
+
+
+def _read(
+    flags: Mapping[str, str], environ: Mapping[str, str], settings: Sequence[Setting]
+) -> tuple[dict[str, object], list[str]]:
+    raw, warnings = gather(flags, environ, settings)
     values = {_BY_NAME[name].field: parse(_BY_NAME[name], one) for name, one in raw.items()}
-    parts: dict[str, dict[str, object]] = {owner: {} for owner in _TYPES}
+    nested: dict[str, object] = {}
     for path, value in values.items():
         owner, _, field = path.rpartition(".")
-        parts[owner][field] = value
-    own = parts.pop("")
-    return msgspec.convert({**own, **parts}, ServeConfig), warnings
+        part = nested.setdefault(owner, {}) if owner else nested
+        assert isinstance(part, dict)
+        part[field] = value
+    return nested, warnings
 
 
-def gather(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[dict[str, Raw], list[str]]:
-    """Return for each setting that is given the value that wins, by name, and the warnings. Raises ConfigError."""
+def gather(
+    flags: Mapping[str, str], environ: Mapping[str, str], settings: Sequence[Setting] = SETTINGS
+) -> tuple[dict[str, Raw], list[str]]:
+    """Return the value that wins for each of `settings` that is given, by name, and warnings. Raises ConfigError."""
     from_environment, warnings = read_environment(environ)
     file = flags.get("config") or environ.get(CONFIG_VARIABLE)
     raw = read_file(Path(file)) if file else {}
     raw |= from_environment
     raw |= {name: Raw(value, _BY_NAME[name].flag) for name, value in flags.items() if name != "config"}
-    return raw, warnings
+    own = {setting.name for setting in settings}
+    return {name: value for name, value in raw.items() if name in own}, warnings
 
 
 def parse(setting: Setting, raw: Raw) -> object:
@@ -391,7 +126,7 @@ def _short(value: object) -> str:
 
 def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Raw], list[str]]:
     """Return what HEADRACE_* variables say, and a warning for each that says nothing to us. Empty ones are unset."""
-    known = {setting.variable: setting.name for setting in SETTINGS}
+    known = {setting.variable: setting.name for setting in _BY_NAME.values()}
     found: dict[str, Raw] = {}
     warnings: list[str] = []
     for variable, value in sorted(environ.items()):

@@ -54,14 +54,20 @@ class TextService:
         self._grammars.close()
 
     async def prompts_ids(
-        self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool, to_run: bool = True
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        add_special_tokens: bool,
+        keep: int | None = None,
+        to_run: bool = True,
     ) -> list[list[int]]:
-        """Tokenise the raw prompts of one request; those that are token ids already stay as they are. What is not
-        `to_run` need not fit the window."""
-        encode = partial(self._encode, param="prompt", add_bos=add_special_tokens, to_run=to_run)
+        """Tokenise the raw prompts of one request; those that are token ids already stay as they are. Of each the last
+        `keep` tokens are returned. What is not `to_run` need not fit the window."""
+        encode = partial(self._encode, param="prompt", add_bos=add_special_tokens, keep=keep, to_run=to_run)
+        start = 0 if keep is None else -keep
 
         def encode_all() -> list[list[int]]:
-            return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            return [encode(prompt) if isinstance(prompt, str) else prompt[start:] for prompt in prompts]
 
         return await self.in_thread(encode_all)
 
@@ -82,9 +88,12 @@ class TextService:
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        keep: int | None = None,
         to_run: bool = True,
     ) -> list[int]:
-        """Render a conversation and tokenise it; the template itself writes the special tokens."""
+        """Render a conversation and tokenise it; the template itself writes the special tokens. `keep` and `to_run` as
+        in `prompts_ids`."""
         template = self.template
         if template is None:
             raise UnsupportedError(
@@ -92,23 +101,30 @@ class TextService:
                 param="messages",
             )
 
+        if tools and not template.takes_tools:
+            raise UnsupportedError("The model's chat template knows no tools.", param="tools")
+        render = partial(
+            template.render, add_generation_prompt=add_generation_prompt, variables=variables, tools=tools or None
+        )
+        encode = partial(self._encode, param="messages", keep=keep, to_run=to_run)
+
         def render_and_encode() -> list[int]:
             if not continue_final_message:
-                text = template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
-                return self._encode(text, "messages", to_run=to_run)
+                return encode(render(messages))
             mark = secrets.token_hex(16) + " "  # not to be guessed by who writes the messages
-            marked = [*messages[:-1], _with_mark(messages[-1], mark)]
-            text = template.render(marked, add_generation_prompt=add_generation_prompt, variables=variables)
-            return self._encode(_cut_at_mark(text, mark), "messages", to_run=to_run)
+            return encode(_cut_at_mark(render([*messages[:-1], _with_mark(messages[-1], mark)]), mark))
 
         return await self.in_thread(render_and_encode)
 
-    def _encode(self, text: str, param: str, *, add_bos: bool = False, to_run: bool = True) -> list[int]:
+    def _encode(
+        self, text: str, param: str, *, add_bos: bool = False, keep: int | None = None, to_run: bool = True
+    ) -> list[int]:
         """Tokenise what may fit the window. A megabyte takes a second, so what cannot fit is refused by its length."""
-        if not to_run:
+        if keep is not None or not to_run:
             if len(text) > MAX_COUNTED_CHARACTERS:
                 raise RequestError(f"At most {MAX_COUNTED_CHARACTERS} characters are tokenised at once.", param=param)
-            return self.codec.encode(text, parse_special=True, add_bos=add_bos, param=param)
+            ids = self.codec.encode(text, parse_special=True, add_bos=add_bos, param=param)
+            return ids if keep is None else ids[-keep:]
         window = sequence_window(self.info)
         least = -(-len(text) // self.codec.longest_token)
         if least > window:

@@ -27,6 +27,7 @@ def loaded_after(statement: str) -> set[str]:
         "engine",
         "engine.protocol",
         "engine.loader.packaged",
+        "engine.loader.precheck",
         "engine.loader.sources",
         "kvstore",
         "router",

@@ -11,8 +11,11 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-MAX_TEXT_BYTES = 512 * 1024 * 1024
-"""Of configurations, tokenizers and templates. The largest tokenizers take 35 MB."""
+MAX_TEXT_BYTES = 96 * 1024 * 1024
+"""Of configurations, tokenizers and templates. The largest tokenizers take 35 MB; parsed JSON may take twenty times as
+much."""
+MAX_CONFIG_BYTES = 16 * 1024 * 1024
+"""Of JSON files that are no tokenizers. The largest are shards' indices."""
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +21,12 @@ from engine.loader.files import open_regular
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
-MAX_ARRAY_ITEMS = 2**24
-"""The longest arrays have an item for each token or merge of a vocabulary; one of a byte takes eight as an object."""
+MAX_ARRAY_ITEMS = 2**23
+"""Over all arrays. Those of a vocabulary have a million or two; an item of a byte takes up to sixty as an object."""
+MAX_STRING_BYTES = 2**24
+MAX_PAIRS = 2**16
+MAX_TENSORS = 2**18
+"""Files may be sparse: what is read at once is bounded by these, not by the file's size."""
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -68,9 +73,12 @@ class TensorEntry:
 
 
 class GGUFFile:
-    """An open file: `metadata` are its key/values as Python objects, `tensors` its entries by name."""
+    """An open file: `metadata` are its key/values as Python objects, `tensors` its entries by name.
 
-    def __init__(self, path: Path) -> None:
+    Without `arrays`, which hold the vocabulary, the arrays are left out of the metadata and little is read.
+    """
+
+    def __init__(self, path: Path, *, arrays: bool = True) -> None:
         self.path = path
         try:
             with open_regular(path) as file:
@@ -80,7 +88,7 @@ class GGUFFile:
         try:
             cursor = _Cursor(self._map, path)
             tensor_count, pair_count = _read_header(cursor)
-            self.metadata: Mapping[str, object] = _read_metadata(cursor, pair_count)
+            self.metadata: Mapping[str, object] = _read_metadata(cursor, pair_count, arrays=arrays)
             self.tensors: Mapping[str, TensorEntry] = _read_tensor_table(cursor, tensor_count, self.metadata)
         except ModelError:
             self._map.close()
@@ -110,6 +118,7 @@ class _Cursor:
         self.data = data
         self.path = path
         self.position = 0
+        self.items_left = MAX_ARRAY_ITEMS
 
     def fail(self, problem: str) -> ModelError:
         return ModelError(
@@ -134,12 +143,19 @@ class _Cursor:
         return int(self.scalar(code))
 
     def string(self) -> str:
-        size = self.uint("Q")
-        start = self.take(size)
+        start = self.skip_string()
+        size = self.position - start
         try:
             return self.data[start : start + size].decode()
         except UnicodeDecodeError as error:
             raise self.fail("corrupt GGUF file: a string is not UTF-8") from error
+
+    def skip_string(self) -> int:
+        """Step over a string and return where its bytes start."""
+        size = self.uint("Q")
+        if size > MAX_STRING_BYTES and size <= len(self.data) - self.position:
+            raise self.fail(f"corrupt GGUF file: a string of {size} bytes")
+        return self.take(size)
 
 
 def _read_header(cursor: _Cursor) -> tuple[int, int]:
@@ -149,40 +165,65 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     version = cursor.uint("I")
     if version not in VERSIONS:
         raise ModelError(f"{cursor.path}: GGUF version {version} is not supported, only {VERSIONS}, little-endian")
-    return cursor.uint("Q"), cursor.uint("Q")
+    tensors, pairs = cursor.uint("Q"), cursor.uint("Q")
+    if tensors > MAX_TENSORS or pairs > MAX_PAIRS:
+        raise cursor.fail(f"corrupt GGUF file: {tensors} tensors and {pairs} key/values")
+    return tensors, pairs
 
 
-def _read_metadata(cursor: _Cursor, pairs: int) -> dict[str, object]:
+def _read_metadata(cursor: _Cursor, pairs: int, *, arrays: bool) -> dict[str, object]:
     metadata: dict[str, object] = {}
     for _ in range(pairs):
         key = cursor.string()
         if key in metadata:
             raise cursor.fail(f"corrupt GGUF file: key {key!r} appears twice")
-        metadata[key] = _read_value(cursor, cursor.uint("I"), nested=False)
+        kind = cursor.uint("I")
+        if kind != _ARRAY:
+            metadata[key] = _read_value(cursor, kind)
+        elif arrays:
+            metadata[key] = _read_array(cursor)
+        else:
+            _skip_array(cursor)
     return metadata
 
 
-def _read_value(cursor: _Cursor, kind: int, *, nested: bool) -> object:
+def _read_value(cursor: _Cursor, kind: int) -> object:
     if kind in _SCALARS:
         return cursor.scalar(_SCALARS[kind])
     if kind == _STRING:
         return cursor.string()
-    if kind == _ARRAY and not nested:  # the format allows arrays of arrays; no known file has them
-        return _read_array(cursor)
     raise cursor.fail(f"corrupt GGUF file: unknown value type {kind}")
 
 
-def _read_array(cursor: _Cursor) -> list[object]:
+def _array_head(cursor: _Cursor) -> tuple[int, int]:
+    """Return the items' type and their count. The format allows arrays of arrays; no known file has them."""
     kind, count = cursor.uint("I"), cursor.uint("Q")
-    if count > MAX_ARRAY_ITEMS:
+    if count > cursor.items_left:
         raise cursor.fail(f"corrupt GGUF file: an array of {count} items")
+    cursor.items_left -= count
+    return kind, count
+
+
+def _skip_array(cursor: _Cursor) -> None:
+    kind, count = _array_head(cursor)
+    if kind in _SCALARS:
+        cursor.take(count * struct.calcsize("<" + _SCALARS[kind]))
+    elif kind == _STRING:
+        for _ in range(count):
+            cursor.skip_string()
+    elif count:
+        raise cursor.fail(f"corrupt GGUF file: unknown value type {kind}")
+
+
+def _read_array(cursor: _Cursor) -> list[object]:
+    kind, count = _array_head(cursor)
     if kind in _SCALARS:
         layout = struct.Struct("<" + _SCALARS[kind])
         start = cursor.take(count * layout.size)
         raw = cursor.data[start : start + count * layout.size]
         return [value for (value,) in layout.iter_unpack(raw)]
     # A lying count ends at the file's end: every value takes bytes.
-    return [_read_value(cursor, kind, nested=True) for _ in range(count)]
+    return [_read_value(cursor, kind) for _ in range(count)]
 
 
 def _read_tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, object]) -> dict[str, TensorEntry]:
@@ -203,7 +244,16 @@ def _read_tensor_table(cursor: _Cursor, count: int, metadata: Mapping[str, objec
         if name in tensors:
             raise cursor.fail(f"corrupt GGUF file: tensor {name!r} appears twice")
         tensors[name] = _checked_entry(cursor, name, shape, kind, data_start, offset, alignment)
+    _check_apart(cursor, tensors.values())
     return tensors
+
+
+def _check_apart(cursor: _Cursor, entries: Collection[TensorEntry]) -> None:
+    """Tensors that share bytes would let a small file stand for a model of any size."""
+    in_order = sorted(entries, key=lambda entry: entry.start)
+    for before, behind in pairwise(in_order):
+        if before.start + before.size_bytes > behind.start:
+            raise cursor.fail(f"corrupt GGUF file: tensors {before.name!r} and {behind.name!r} overlap")
 
 
 def _checked_entry(

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from engine.errors import ModelError
 from engine.loader.hf_rope import rope_settings, trained_positions
-from engine.loader.json_file import JsonFile
+from engine.loader.json_file import JsonFile, shown
 from engine.models.llama_config import MAX_LAYERS, LlamaConfig
 
 _BY_MODEL_TYPE = {
@@ -35,7 +35,9 @@ def architecture_of(file: JsonFile, supported: Collection[str]) -> str:
     name = names[0] if isinstance(names, list) and names else file.values.get("model_type")
     name = _BY_MODEL_TYPE.get(str(name), name)
     if name not in supported:
-        raise ModelError(f"{file.path}: architecture {name!r} is not supported (supported: {', '.join(supported)})")
+        raise ModelError(
+            f"{file.path}: architecture {shown(name)} is not supported (supported: {', '.join(supported)})"
+        )
     return str(name)
 
 
@@ -44,7 +46,7 @@ def decoder_config(file: JsonFile, architecture: str) -> LlamaConfig:
     _refuse_quantised(file)
     activation = file.values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ModelError(f"{file.path}: 'hidden_act' {activation!r} is not supported (supported: 'silu')")
+        raise ModelError(f"{file.path}: 'hidden_act' {shown(activation)} is not supported (supported: 'silu')")
     hidden, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
     biased = file.flag("attention_bias", False)
     qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
@@ -79,7 +81,7 @@ def _refuse_quantised(file: JsonFile) -> None:
     if found is not None:
         method = found.get("quant_method", "unnamed") if isinstance(found, dict) else "unnamed"
         raise ModelError(
-            f"{file.path}: weights quantised with {method!r} ('quantization_config') are not supported"
+            f"{file.path}: weights quantised with {shown(method)} ('quantization_config') are not supported"
             " (supported: float32, float16, bfloat16; GGUF files with Q4_0 to Q8_0 and Q4_K to Q6_K)"
         )
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 
 from engine.errors import ModelError
-from engine.layers.rotary import LinearScaling, Llama3Scaling, RopeSettings, YarnScaling
-from engine.loader.json_file import JsonFile
+from engine.layers.rope_settings import LinearScaling, Llama3Scaling, RopeSettings, YarnScaling
+from engine.loader.json_file import JsonFile, shown
+from engine.models.llama_config import MAX_SIZE
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -24,7 +25,7 @@ def rope_settings(file: JsonFile) -> RopeSettings:
     if kind == "default":
         return RopeSettings(theta)
     if kind not in KINDS:
-        raise ModelError(f"{file.path}: rope type {kind!r} is not supported (supported: {', '.join(KINDS)})")
+        raise ModelError(f"{file.path}: rope type {shown(kind)} is not supported (supported: {', '.join(KINDS)})")
     if scaling.number("factor") < 1:
         raise ModelError(f"{file.path}: rope scaling factor {scaling.number('factor')} is below 1")
     if kind == "linear":
@@ -39,7 +40,10 @@ def trained_positions(file: JsonFile) -> int:
     if _kind(scaling) != "yarn":
         return positions
     original = scaling.integer("original_max_position_embeddings", positions)
-    return max(positions, int(original * scaling.number("factor")))
+    stretched = original * scaling.number("factor")
+    if not abs(stretched) < MAX_SIZE:
+        raise ModelError(f"{file.path}: rope scaling stretches {original} positions to {stretched:g}")
+    return max(positions, int(stretched))
 
 
 def _scaling(file: JsonFile) -> JsonFile:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.errors import ModelError
 from engine.loader.checkpoint import TextFiles
-from engine.loader.files import read_regular
+from engine.loader.files import MAX_TEXT_BYTES, read_regular
 from engine.loader.json_file import JsonFile
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -25,7 +25,7 @@ class HFText:
 def read_text(directory: Path, config: JsonFile) -> HFText:
     """Read what belongs to text beside `config`, the directory's config.json. Raises ModelError naming the file."""
     tokenizer_path = directory / "tokenizer.json"
-    tokenizer = JsonFile.read(tokenizer_path)
+    tokenizer = JsonFile.read(tokenizer_path, MAX_TEXT_BYTES)
     settings = JsonFile.read_optional(directory / "tokenizer_config.json")
     special = _special_tokens(settings.values)
     ids = _token_ids(tokenizer.values)
@@ -93,7 +93,10 @@ def _chat_template(directory: Path, settings: JsonFile) -> bytes | None:
         return None
     if not isinstance(template, str):
         raise ModelError(f"{settings.path}: 'chat_template' must be a string or a list of named templates")
-    return template.encode()
+    try:
+        return template.encode()
+    except UnicodeEncodeError as error:  # half of a pair, which JSON can hold and no text
+        raise ModelError(f"{settings.path}: 'chat_template' is not Unicode text: {error.reason}") from error
 
 
 def _checked_utf8(path: Path) -> bytes:

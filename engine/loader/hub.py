@@ -1,4 +1,5 @@
-"""Models of a Hugging Face hub, fetched into its own cache: `org/name`, or `org/name@revision`.
+"""Models of a Hugging Face hub, fetched into its own cache: `org/name` or `org/name@revision`, and a GGUF file of such
+a repository as `org/name:Q4_K_M`, `org/name:file.gguf` or `org/name/file.gguf`.
 
 huggingface_hub does the transfers, so its variables hold (HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE), dropped
 connections are resumed, and what other programs have fetched is found. Owns which files are wanted and how failures are
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,43 +25,105 @@ WANTED = ("*.json", "*.jinja", "model*.safetensors")
 """Of the repository's top folder: other folders and names hold other formats of the same weights."""
 
 WEIGHTS = ".safetensors"
-_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
+GGUF = ".gguf"
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+MAX_LISTED_CHARS = 400
+_NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w][\w./-]*))?"
+    r"(:(?P<file>[\w][\w./-]*)|/(?P<path>[\w][\w./-]*\.gguf))?"
+)
+MAX_REPO_CHARS = 96
 _ADVICE = "Is there a network, and is HF_ENDPOINT right? A model that was fetched before needs none."
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
+    """`file` is a GGUF file of the repository, by its path there or by the kind of its weights (Q4_K_M)."""
+
     repo: str
     revision: str = "main"
+    file: str | None = None
 
     def __str__(self) -> str:
-        return self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
+        repo = self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
+        return repo if self.file is None else f"{repo}:{self.file}"
 
 
 def parse(model: str) -> HubModel | None:
     """Return what `model` names if it looks like a hub id."""
     match = _NAME.fullmatch(model)
-    if match is None:
+    if match is None or match["repo"].endswith(GGUF):  # a file of this machine that is not there
         return None
-    return HubModel(match["repo"], match["revision"] or "main")
+    return HubModel(match["repo"], match["revision"] or "main", match["file"] or match["path"])
+
+
+def check(model: str) -> None:
+    """Raise ModelError for a hub id that no hub would have. `parse` knows it."""
+    named = parse(model)
+    repo = "" if named is None else named.repo
+    if named is None or len(repo) > MAX_REPO_CHARS or re.search(r"--|\.\.|[.-](/|$)|\.git$", repo):
+        raise ModelError(
+            f"{repo[:MAX_REPO_CHARS] or model!r} is no name of a hub's repository, and no file or directory here."
+        )
 
 
 def fetch(model: HubModel, on_progress: Progress, cache_dir: Path | None = None) -> Path:
-    """Return the directory of the model's files, fetching what the cache lacks.
+    """Return the directory of the model's files, or its GGUF file, fetching what the cache lacks.
 
     Without a network, or with a hub that fails, a model that is in the cache is served from there. Raises ModelError;
     whatever `on_progress` raises passes through.
     """
     hub = _Hub(model, cache_dir)
-    files = hub.list_files()
-    if files is None:
+    listed = hub.list_files()
+    if listed is None:
         return hub.cached()
+    if model.file is not None:
+        name = chosen_gguf(model, listed.sizes)
+        return hub.download(_Files(listed.commit, {name: listed.sizes[name]}), on_progress) / name
+    files = _Files(listed.commit, {name: size for name, size in listed.sizes.items() if _is_wanted(name)})
     if not any(name.endswith(WEIGHTS) for name in files.sizes):
-        raise ModelError(
-            f"The hub's repository {model} has no model*{WEIGHTS} files.",
-            hint="Only safetensors weights are fetched from a hub. A GGUF file can be given by its path.",
-        )
+        raise _without_safetensors(model, listed.sizes)
     return hub.download(files, on_progress)
+
+
+def chosen_gguf(model: HubModel, names: Collection[str]) -> str:
+    """Return the one of a repository's files that `model.file` means. Raises ModelError that lists what there is."""
+    wanted = model.file or ""
+    if wanted in names and wanted.endswith(GGUF):
+        return wanted
+    kind = re.compile(rf"(.*[-._/])?{re.escape(wanted)}\.gguf", re.IGNORECASE)
+    found = [name for name in _gguf_names(names) if kind.fullmatch(name)]
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(found or _gguf_names(names)) or "none"
+    problem = f"more than one GGUF file for {wanted!r}" if found else f"no GGUF file {wanted!r}"
+    raise ModelError(
+        f"The hub's repository {model.repo} has {problem}.",
+        hint=f"It has: {_shortened(listed)}. Files in several parts cannot be served.",
+    )
+
+
+def _gguf_names(names: Collection[str]) -> list[str]:
+    """Return the files that hold a language model whole: no parts, and no projectors of images."""
+    ggufs = (name for name in names if name.endswith(GGUF) and not _PART.search(name))
+    return sorted(name for name in ggufs if not name.rpartition("/")[2].startswith("mmproj"))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_LISTED_CHARS else text[:MAX_LISTED_CHARS].rpartition(",")[0] + ", ..."
+
+
+def _without_safetensors(model: HubModel, names: Collection[str]) -> ModelError:
+    ggufs = _gguf_names(names)
+    if ggufs:
+        return ModelError(
+            f"The hub's repository {model} has GGUF files only, and which is meant has to be said.",
+            hint=f"Name one, such as {model}:{ggufs[0]}. It has: {_shortened(', '.join(ggufs))}.",
+        )
+    return ModelError(
+        f"The hub's repository {model} has no model*{WEIGHTS} files.",
+        hint="Only safetensors weights and GGUF files are fetched from a hub.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +144,7 @@ class _Hub:
         self._unreachable: Exception | None = None
 
     def list_files(self) -> _Files | None:
-        """Return the wanted files, or None when the hub cannot be asked."""
+        """Return all files, or None when the hub cannot be asked."""
         from huggingface_hub import HfApi
 
         try:
@@ -95,7 +158,7 @@ class _Hub:
                 raise
             self._unreachable = error
             return None
-        sizes = {file.rfilename: file.size or 0 for file in found.siblings or () if _is_wanted(file.rfilename)}
+        sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
         return _Files(found.sha or self._model.revision, sizes)
 
     def download(self, files: _Files, on_progress: Progress) -> Path:
@@ -114,23 +177,27 @@ class _Hub:
                     tqdm_class=counter.bar_class(),
                 )
                 counter.end(size)
-            return self._snapshot(local_files_only=False)
+            return self._snapshot(files.sizes, local_files_only=False)
         except Exception as error:
             if counter.raised is error:
                 raise
             raise self._download_error(error) from error
 
     def cached(self) -> Path:
-        """Return the directory of an earlier download."""
+        """Return the directory of an earlier download, or its file."""
         try:
-            return self._snapshot(local_files_only=True)
+            if self._model.file is None:
+                return self._snapshot(WANTED, local_files_only=True)
+            directory = self._snapshot((), local_files_only=True)  # of any completeness: files are asked for alone
+            names = {str(path.relative_to(directory)) for path in directory.rglob(f"*{GGUF}")}
+            return directory / chosen_gguf(self._model, names)
         except Exception as error:
             reason = _first_line(self._unreachable or error)
             raise ModelError(
                 f"The hub cannot be reached and {self._model} is not whole in the cache ({reason}).", hint=_ADVICE
             ) from (self._unreachable or error)
 
-    def _snapshot(self, *, local_files_only: bool) -> Path:
+    def _snapshot(self, names: Collection[str], *, local_files_only: bool) -> Path:
         """Return the directory; with a network this also notes which commit the revision is."""
         from huggingface_hub import snapshot_download
 
@@ -140,8 +207,8 @@ class _Hub:
                 revision=self._model.revision,
                 cache_dir=self._cache_dir,
                 endpoint=self._endpoint,
-                allow_patterns=list(WANTED),
-                ignore_patterns=["*/*"],
+                allow_patterns=list(names),
+                ignore_patterns=None if self._model.file else ["*/*"],
                 local_files_only=local_files_only,
                 tqdm_class=_Counter(0, lambda done, total: None).bar_class(),
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,15 +15,16 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.attention.registry import choose
 from engine.config import EngineConfig
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError, ModelError, RequestError
 from engine.layers.row_ops import check_row_independence, row_ops
 from engine.loader.checkpoint import Checkpoint, TextFiles
-from engine.loader.files import open_regular, read_regular
-from engine.loader.gguf import MAGIC
 from engine.loader.gguf_checkpoint import GGUFCheckpoint
-from engine.loader.random_weights import RANDOM_PREFIX, RandomCheckpoint
+from engine.loader.precheck import check_gguf_magic, check_window
+from engine.loader.random_shapes import RANDOM_PREFIX
+from engine.loader.random_weights import RandomCheckpoint
 from engine.loader.safetensors import SafetensorsCheckpoint
 from engine.loader.sources import find_model
+from engine.loader.template_file import template_source
 from engine.models.base import Model
 from engine.models.llama import Llama
 from engine.models.registry import MODELS
@@ -37,6 +37,9 @@ OnProgress = Callable[[float, str], None]
 
 CheckRoom = Callable[[tuple[KVGroupSpec, ...], torch.dtype, int], object]
 """Called with a model's KV groups, its dtype and the longest sequence. Raises when there will be no room for them."""
+
+SAMPLE_TEXT = "Hello, w\u00f6rld 1\n"
+"""A tokenizer that cannot read this reads next to nothing."""
 
 _DTYPES = {
     "auto": torch.bfloat16,
@@ -76,7 +79,7 @@ def load_model(
     on_progress(0.0, "opening model files")
     checkpoint = open_checkpoint(config.model, on_progress, device)
     try:
-        max_model_len = _max_model_len(config.max_model_len, checkpoint)
+        max_model_len = check_window(config.max_model_len, checkpoint.config.max_positions, checkpoint.path)
         text, assets = _text_assets(checkpoint, config.chat_template)
 
         def build(device: torch.device, max_positions: int) -> Llama:
@@ -135,29 +138,8 @@ def open_checkpoint(
     path = found.path
     if path.is_dir():
         return SafetensorsCheckpoint(path)
-    if path.suffix != ".gguf" and not _starts_like_gguf(path):
-        raise ModelError(f"{path}: not a GGUF file", hint="For safetensors, give the directory that holds them.")
+    check_gguf_magic(path)
     return GGUFCheckpoint(path, found.generation_defaults)
-
-
-def _starts_like_gguf(path: Path) -> bool:
-    try:
-        with open_regular(path) as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
-
-
-def _max_model_len(wanted: int | None, checkpoint: Checkpoint) -> int:
-    longest = checkpoint.config.max_positions
-    if wanted is None:
-        return longest
-    if not 0 < wanted <= longest:
-        raise ConfigError(
-            f"max_model_len {wanted} is out of range: {checkpoint.path} was made for 1 to {longest} tokens",
-            hint=f"Use --max-model-len {longest} or less.",
-        )
-    return wanted
 
 
 def _built(build: Callable[[], Llama], checkpoint: Checkpoint) -> Llama:
@@ -175,7 +157,7 @@ def _text_assets(checkpoint: Checkpoint, chat_template: str | None) -> tuple[Tex
     files, vocab_size = checkpoint.text, checkpoint.config.vocab_size
     if files.bos_id is not None and not 0 <= files.bos_id < vocab_size:
         raise ModelError(f"{checkpoint.path}: the BOS token {files.bos_id} is outside the vocabulary [0, {vocab_size})")
-    template = files.chat_template if chat_template is None else _template_override(chat_template)
+    template = files.chat_template if chat_template is None else template_source(chat_template)
     _check_text(files, template, checkpoint)
     contents = {hashlib.sha256(data).hexdigest(): data for data in (files.tokenizer, template) if data is not None}
     text = TextAssets(
@@ -191,27 +173,17 @@ def _text_assets(checkpoint: Checkpoint, chat_template: str | None) -> tuple[Tex
 def _check_text(files: TextFiles, template: bytes | None, checkpoint: Checkpoint) -> None:
     """Text is made in other processes; but what they could not use is told here, where a wrong model ends the start."""
     try:
-        TextCodec(files.tokenizer)
+        TextCodec(files.tokenizer).encode(SAMPLE_TEXT, parse_special=True)
         if template is not None:
             ChatTemplate(template.decode(), files.special_tokens)
+    except RequestError as error:
+        raise ModelError(f"{checkpoint.path}: {error}") from error
     except ModelError as error:
         raise ModelError(f"{checkpoint.path}: {error}", hint=error.hint) from error
 
 
 def _asset(data: bytes) -> AssetRef:
     return AssetRef(hashlib.sha256(data).hexdigest(), len(data))
-
-
-def _template_override(value: str) -> bytes:
-    """Return the template's source: `value` itself when it has Jinja's braces, else the file it names."""
-    if "{{" in value or "{%" in value:
-        return value.encode()
-    try:
-        source = read_regular(Path(value).expanduser())
-        source.decode()
-    except (OSError, UnicodeDecodeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"chat template {value[:200]!r} cannot be read: {error}") from error
-    return source
 
 
 def _fill(module: Model, checkpoint: Checkpoint, on_progress: OnProgress) -> str:

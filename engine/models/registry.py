@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from engine.models.llama import Llama
+from engine.models.llama_config import ARCHITECTURES
 
-MODELS = dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), Llama)
+MODELS = dict.fromkeys(ARCHITECTURES, Llama)

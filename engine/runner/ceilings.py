@@ -16,7 +16,7 @@ import msgspec
 import torch
 import torch.nn.functional as F
 
-from engine.loader.random_weights import RANDOM_PREFIX, SHAPES
+from engine.loader.random_shapes import RANDOM_PREFIX, SHAPES
 from engine.models.llama_config import LlamaConfig
 
 

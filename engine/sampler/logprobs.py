@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.protocol import TokenLogprobs
-from engine.sampler.order import largest
+from engine.sampler.order import largest, ranks_of
 
 LOWEST_LOGPROB = -9999.0
 """Stands for -inf on the wire: JSON has no infinity."""
@@ -19,16 +19,19 @@ _CHUNK_ELEMENTS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """One entry per row: the chosen token's log-probability [rows], the alternatives' ids and values [rows, count]."""
+    """One entry per row: the chosen token's log-probability and rank [rows], the alternatives' ids and values
+    [rows, count]."""
 
     chosen: Tensor
+    ranks: Tensor
     top_ids: Tensor
     top: Tensor
 
     def host(self, counts: Sequence[int]) -> list[TokenLogprobs]:
         """Return each row's values with its own number of alternatives."""
-        rows = zip(self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist(), counts, strict=True)
-        return [TokenLogprobs(chosen, ids[:count], top[:count]) for chosen, ids, top, count in rows]
+        values = (self.chosen, self.top_ids, self.top, self.ranks)
+        rows = zip(*(tensor.tolist() for tensor in values), counts, strict=True)
+        return [TokenLogprobs(chosen, ids[:count], top[:count], rank) for chosen, ids, top, rank, count in rows]
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, count: int) -> LogprobTensors:
@@ -45,6 +48,7 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, count: int) -> LogprobTensors
         return chunks[0]
     return LogprobTensors(
         torch.cat([chunk.chosen for chunk in chunks]),
+        torch.cat([chunk.ranks for chunk in chunks]),
         torch.cat([chunk.top_ids for chunk in chunks]),
         torch.cat([chunk.top for chunk in chunks]),
     )
@@ -54,7 +58,7 @@ def _chunk(logits: Tensor, token_ids: Tensor, count: int) -> LogprobTensors:
     top_ids = largest(logits, count).ids if count else token_ids.new_empty((len(token_ids), 0))
     logprobs = torch.log_softmax(logits, dim=1, dtype=torch.float32)
     chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1)
-    return LogprobTensors(_finite(chosen), top_ids, _finite(logprobs.gather(1, top_ids)))
+    return LogprobTensors(_finite(chosen), ranks_of(logits, token_ids), top_ids, _finite(logprobs.gather(1, top_ids)))
 
 
 def _finite(logprobs: Tensor) -> Tensor:

@@ -99,6 +99,25 @@ def largest(logits: Tensor, count: int) -> Ranked:
     return Ranked(values, ids)
 
 
+def ranks_of(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the place of `token_ids` [rows] in the order of each row of [rows, n], 1 for the first: int64 [rows]."""
+    if logits.device.type != "cpu":
+        return ranks_at_once(logits, token_ids)
+    # One comparison for each entry, and numpy counts fifty times as fast as torch.
+    ranks = []
+    for row, token_id in zip(logits, token_ids.tolist(), strict=True):
+        before = np.count_nonzero((row[:token_id] >= row[token_id]).numpy())
+        ranks.append(1 + before + np.count_nonzero((row[token_id:] > row[token_id]).numpy()))
+    return torch.tensor(ranks, dtype=torch.int64)
+
+
+def ranks_at_once(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """`ranks_of` without a loop over rows, and without waiting for the device."""
+    own = logits.gather(1, token_ids[:, None])
+    lower = torch.arange(logits.shape[1], device=logits.device) < token_ids[:, None]
+    return 1 + ((logits > own) | ((logits == own) & lower)).sum(dim=1)
+
+
 def is_exact(found: Ranked, counts: Tensor, vocab: int) -> Tensor:
     """Tell for each row whether its first `counts` entries are surely the row's largest, ties included."""
     if found.logits.shape[1] == vocab:

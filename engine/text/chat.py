@@ -34,6 +34,7 @@ class ChatTemplate:
     How `content` reaches it: a string as it is. A list of text parts becomes one string, joined with newlines, unless
     the template loops over `content` itself: then it gets the parts, and if it never asks whether something is a
     string, strings become one text part as well. No content (None) is "". Any other kind of part is refused.
+    `takes_tools` tells whether it ever looks at tools.
     """
 
     def __init__(
@@ -44,13 +45,16 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError, ArithmeticError, MemoryError, ValueError) as error:
+            # Besides faults of form: nested without end, and constant expressions, which are computed here.
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise ModelError(
-                f"The chat template does not compile: {error}.", hint="Another one can be given with --chat-template."
+                f"The chat template does not compile: {reason}.", hint="Another one can be given with --chat-template."
             ) from error
         self._special_tokens = dict(special_tokens or {})
         self._max_characters = max_characters
         self._takes_parts = _loops_over_content(tree)
+        self.takes_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
         self._takes_strings = not self._takes_parts or any(test.name == "string" for test in tree.find_all(nodes.Test))
 
     @classmethod

@@ -92,6 +92,12 @@ def tokenizer_json(metadata: Mapping[str, object]) -> bytes:
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+def check_tokenizer_kind(metadata: Mapping[str, object]) -> None:
+    """Raise ModelError for a kind of tokenizer that is not known, without a look at the vocabulary."""
+    if metadata.get("tokenizer.ggml.model") != SENTENCEPIECE:
+        _pre_tokenizer(metadata)
+
+
 def adds_bos(metadata: Mapping[str, object]) -> bool:
     """Whether raw prompts of this vocabulary start with its BOS token. Raises ModelError as `tokenizer_json` does."""
     stated = metadata.get("tokenizer.ggml.add_bos_token")

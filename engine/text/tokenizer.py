@@ -6,6 +6,7 @@ requests, streams or chat templates.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
@@ -70,6 +71,12 @@ class TextCodec:
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except TypeError as error:
             raise RequestError("The text holds a lone surrogate, which is no character.", param=param) from error
+        except BaseException as error:
+            if not _is_the_library_s(error):
+                raise
+            raise RequestError(
+                f"The model's tokenizer cannot read this text: {_reason(error)}.", param=param
+            ) from error
         ids: list[int] = encoding.ids
         return [self._bos_id, *ids] if add_bos and self._bos_id is not None else ids
 
@@ -119,15 +126,44 @@ class TextCodec:
 
 def _load(source: bytes) -> Tokenizer:
     try:
+        _check_character_maps(source)
         tokenizer = Tokenizer.from_buffer(source)
-    except Exception as error:  # The library raises Exception itself.
+    except BaseException as error:
+        if not _is_the_library_s(error):
+            raise
         raise ModelError(
-            f"The tokenizer cannot be read: {str(error).splitlines()[0]}.",
+            f"The tokenizer cannot be read: {_reason(error)}.",
             hint="Is tokenizer.json whole, and of a format that the installed `tokenizers` package knows?",
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _is_the_library_s(error: BaseException) -> bool:
+    """It raises Exception itself, and panics that are none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _reason(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _check_character_maps(source: bytes) -> None:
+    """Raise ValueError for a map that claims more bytes than it has: the library would ask for them, and abort."""
+    if b"precompiled_charsmap" not in source:
+        return
+    pending: list[object] = [json.loads(source)]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.values()
+            if "precompiled_charsmap" in value:
+                raw = base64.b64decode(str(value["precompiled_charsmap"]))
+                if len(raw) < 4 or int.from_bytes(raw[:4], "little") > len(raw) - 4:
+                    raise ValueError("a precompiled character map is cut")
+        elif isinstance(value, list):
+            pending += value
 
 
 class _Vocabulary(msgspec.Struct, frozen=True):

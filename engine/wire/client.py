@@ -180,6 +180,11 @@ class RemoteEngine:
         return self._load.age_s
 
     @property
+    def host_counters(self) -> dict[str, int]:
+        """What the engine's end of the wire has counted, over all its clients; empty when there is no report."""
+        return self._load.counters
+
+    @property
     def submits_reported(self) -> int:
         return self._load.submits
 

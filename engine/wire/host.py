@@ -213,9 +213,10 @@ class WireHost:
         return math.ceil(timeout_s * 1000)
 
     def _report_load(self, load: EngineLoad, now: float) -> None:
+        counters = {**self.counters, "refused_keys": self.num_refused}
         for peer in self._reports.take_due(now):
             peer.load_credit -= 1
-            self._send(peer, wire.LoadReport(peer.submits, load))
+            self._send(peer, wire.LoadReport(peer.submits, load, counters))
 
     def close(self) -> None:
         """Give unsent messages a second to leave, then close."""

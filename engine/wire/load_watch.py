@@ -23,6 +23,7 @@ class LoadWatch:
     def forget(self) -> None:
         """The connection is another one."""
         self.latest: EngineLoad | None = None
+        self.counters: dict[str, int] = {}
         self.submits = 0
         self._came_at_s = -math.inf
         self._owed = 0
@@ -33,6 +34,7 @@ class LoadWatch:
 
     def take(self, report: LoadReport) -> None:
         self._owed += 1
+        self.counters = report.counters
         self.latest, self.submits, self._came_at_s = report.load, report.submits, time.monotonic()
         if self.on_load is not None:
             self.on_load(report.load)

@@ -187,10 +187,12 @@ class CountReply(msgspec.Struct, frozen=True, array_like=True, tag=43):
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=44):
-    """`load` counts the first `submits` Submits of this peer's connection, and none behind them."""
+    """`load` counts the first `submits` Submits of this peer's connection, and none behind them. `counters` are the
+    host's own, of all its peers."""
 
     submits: int
     load: EngineLoad
+    counters: dict[str, int] = {}
 
 
 Call = Describe | FetchAsset | GetLoad | Drain | ResetPrefixCache | AbortRequests

@@ -34,7 +34,7 @@ HEARTBEAT_S = 1.0
 QUESTIONS_PER_ROUND = 64
 """A flood of questions may not keep events from being sent."""
 
-DRAIN_S = 1.0
+DRAIN_S = 5.0
 """How long `close` waits for the thread."""
 
 

@@ -21,10 +21,6 @@ class View(Protocol):
 
     def apply(self, events: Sequence[Event]) -> None: ...
 
-    def replace(self, content: Mapping[Tier, Sequence[bytes]]) -> None:
-        """This is all that is held."""
-        ...
-
     def clear(self) -> None:
         """Nothing is held, or nothing is known."""
         ...
@@ -43,7 +39,7 @@ class EventStream:
         self.next_number = 0
         self.counters = {"gaps": 0, "epochs": 0, "digest_mismatches": 0, "replayed": 0, "dumps": 0}
         self._view = view
-        self._anywhere = False
+        self._anywhere = self._replayed = False
         self._ts = 0.0
 
     def offer(self, number: int, batch: EventBatch) -> None:
@@ -63,25 +59,25 @@ class EventStream:
             self.counters["gaps"] += 1
             self.need = "replay"
 
-    def take_replay(self, batches: Sequence[tuple[int, EventBatch]]) -> None:
-        """Take what came from `next_number` on. If that leaves out anything only a dump can help."""
-        assert self.need == "replay"
-        self.need = None
-        for number, batch in batches:
-            if number != self.next_number or batch.epoch != self.epoch:
-                self.need = "dump"
-                return
-            self.counters["replayed"] += 1
-            self._apply(number, batch)
-            if self.need is not None:
-                return
-        if not batches:
-            # There was a later number, but the publisher has nothing: it is another one.
+    def replay(self, number: int, batch: EventBatch) -> None:
+        """Take the next batch of a replay from `next_number` on. If it leaves out anything only a dump can help."""
+        if self.need != "replay":
+            return
+        if number != self.next_number or batch.epoch != self.epoch:
             self.need = "dump"
+            return
+        self.counters["replayed"] += 1
+        self._replayed = True
+        self._apply(number, batch)
 
-    def take_dump(self, epoch: int, number: int, content: Mapping[Tier, Sequence[bytes]]) -> None:
-        """Take all that is held, as of batch `number` of `epoch`."""
-        self._view.replace(content)
+    def end_replay(self) -> None:
+        """The replay is over. Without any batch, though a later one is known, the publisher is another one."""
+        if self.need == "replay":
+            self.need = None if self._replayed else "dump"
+        self._replayed = False
+
+    def end_dump(self, epoch: int, number: int) -> None:
+        """The view has all that was held as of batch `number` of `epoch`."""
         self.epoch, self.next_number = epoch, number + 1
         self.counters["dumps"] += 1
         self.need = None

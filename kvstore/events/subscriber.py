@@ -18,8 +18,16 @@ import zmq
 import zmq.asyncio
 
 from kvstore.events.codec import BadEventError, decode_batch
-from kvstore.events.media import Tier, tier_of
-from kvstore.events.messages import DIGEST, DUMP, END_NUMBER, MAX_FRAME_BYTES, DumpPart, EventBatch
+from kvstore.events.messages import (
+    DIGEST,
+    DUMP,
+    END_NUMBER,
+    MAX_FRAME_BYTES,
+    BlockHash,
+    BlockStored,
+    DumpPart,
+    EventBatch,
+)
 from kvstore.events.stream import EventStream, View
 from kvstore.keys import KEY_BYTES
 
@@ -40,7 +48,8 @@ SILENCE_S = 15.0
 """A publisher with heartbeats that is silent for so long is out of reach, and what it holds is not known any more."""
 
 MAX_BATCHES_PER_TURN = 64
-"""The loop has other work than events."""
+SLICE_BYTES = 1024 * KEY_BYTES
+"""Of a dump. The loop has other work than events."""
 
 
 class EventSubscriber:
@@ -182,24 +191,30 @@ class EventSubscriber:
 
     async def _ask(self) -> None:
         if self.stream.need == "replay" and self._replay_address is not None:
-            messages = await self._exchange(self.stream.next_number.to_bytes(8, "big"))
-            self.stream.take_replay([(number, decode_batch(payload)) for number, payload in messages])
+            for number, payload in await self._exchange(self.stream.next_number.to_bytes(8, "big")):
+                self.stream.replay(number, decode_batch(payload))
+                await asyncio.sleep(0)  # the loop has others to serve
+            self.stream.end_replay()
         elif self._dumps:
-            self._take_dump(await self._exchange(DUMP))
+            await self._load_dump(await self._exchange(DUMP))
         else:
             await self._begin_without_dump()
 
-    def _take_dump(self, messages: list[Message]) -> None:
+    async def _load_dump(self, messages: list[Message]) -> None:
         parts = [msgspec.msgpack.decode(payload, type=DumpPart) for _, payload in messages]
         if not parts or [part.part for part in parts] != list(range(parts[0].parts)):
             raise ValueError("the dump is incomplete")
-        content: dict[Tier, list[bytes]] = {}
+        self._view.clear()
         for part in parts:
-            tier = tier_of(part.medium)
-            if tier is not None:
-                keys, step = part.keys, KEY_BYTES
-                content.setdefault(tier, []).extend(keys[at : at + step] for at in range(0, len(keys), step))
-        self.stream.take_dump(parts[0].epoch, messages[0][0], content)
+            for start in range(0, len(part.keys), SLICE_BYTES):
+                joined = part.keys[start : start + SLICE_BYTES]
+                keys: list[BlockHash] = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+                stored = BlockStored(
+                    block_hashes=keys, parent_block_hash=None, token_ids=[], block_size=0, medium=part.medium
+                )
+                self._view.apply([stored])
+                await asyncio.sleep(0)
+        self.stream.end_dump(parts[0].epoch, messages[0][0])
 
     async def _begin_without_dump(self) -> None:
         """Start from the oldest batch that can be replayed; without any, from the next that is published."""
@@ -207,6 +222,7 @@ class EventSubscriber:
         self.stream.begin_anywhere()
         for number, payload in messages:
             self.stream.offer(number, decode_batch(payload))
+            await asyncio.sleep(0)
 
     async def _check_digest(self) -> None:
         try:

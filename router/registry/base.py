@@ -18,13 +18,15 @@ Dialect = Literal["headrace", "auto", "openai", "sglang", "llama_server", "text"
 
 class RankAddress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where one DP rank is reached: `wire` for requests, `events` its KV events (PUB), `events_replay` their replay,
-    snapshot and digest (ROUTER). All are ZeroMQ addresses.
+    snapshot and digest (ROUTER). All are ZeroMQ addresses. `incarnation` is of the rank's own process: where only it
+    has changed, only what this rank had is gone.
     """
 
     dp_rank: int
     wire: str
     events: str | None = None
     events_replay: str | None = None
+    incarnation: str | None = None
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

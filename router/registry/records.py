@@ -83,6 +83,7 @@ def _check_worker(record: WorkerRecord) -> None:
     numbers = {rank.dp_rank for rank in record.ranks}
     _check(len(numbers) == len(record.ranks) and all(0 <= number < 2**16 for number in numbers), "dp_rank")
     for rank in record.ranks:
+        _check(rank.incarnation is None or ID.fullmatch(rank.incarnation), "ranks")
         addresses = (rank.wire, rank.events, rank.events_replay)
         _check(all(address is None or ZMQ_ADDRESS.fullmatch(address) for address in addresses), "ranks")
 

@@ -49,16 +49,19 @@ def read_credentials(config: ServeConfig, environ: Mapping[str, str]) -> tuple[C
         if readable_by_others(path):
             warnings.append(f"{path} can be read by other users. Run: chmod 600 {path}")
     secret, secret_warnings = _scope_secret(config, environ.get(STATE_VARIABLE))
-    credentials = Credentials(keys=tuple(keys), admin_digests=_admin_digests(config, environ), scope_secret=secret)
+    credentials = Credentials(
+        keys=tuple(keys), admin_digests=admin_digests(config.admin_key_file, environ), scope_secret=secret
+    )
     return credentials, warnings + secret_warnings
 
 
-def _admin_digests(config: ServeConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
+def admin_digests(admin_key_file: str | None, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the digests of the admin's keys. Raises ConfigError."""
     digests = []
     if written := environ.get(ADMIN_VARIABLE, "").strip():
         digests.append(read_digest(written, ADMIN_VARIABLE))
-    if config.admin_key_file is not None:
-        path = Path(config.admin_key_file)
+    if admin_key_file is not None:
+        path = Path(admin_key_file)
         try:
             written = path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:

@@ -115,6 +115,8 @@ def _line(record: RequestRecord, method: str, route: str, status: int, duration_
         "status": status,
         "duration_s": round(duration_s, 6),
     }
+    if record.trace is not None:
+        event["trace_id"] = record.trace.trace_id
     if record.error is not None:
         event["error"] = record.error
     if record.answer_id is not None:

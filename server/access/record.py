@@ -7,6 +7,8 @@ from typing import cast
 
 from starlette.types import Scope
 
+from server.access.trace import TraceContext
+
 _SCOPE_KEY = "headrace.record"
 
 
@@ -28,6 +30,7 @@ class RequestRecord:
     ttft_s: float | None = None
     finish_reasons: list[str | None] = field(default_factory=list)
     error: str | None = None
+    trace: TraceContext | None = None
 
 
 def attach_record(scope: Scope, record: RequestRecord) -> None:
@@ -40,7 +43,8 @@ def record_of(scope: Scope) -> RequestRecord:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, as far as it decides on the answer: `deadline_unix_s` is in seconds of the wall clock."""
+    """Who asks, as far as the engine needs to know: `deadline_unix_s` is in seconds of the wall clock."""
 
     tenant: str | None = None
     deadline_unix_s: float | None = None
+    trace: TraceContext | None = None

@@ -84,7 +84,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 def run(shape: str, config: EngineConfig, plan: BenchPlan, where: Sequence[Where], out: Path | None) -> Record:
     """Measure, print a line for each figure, and write the record to `out` after each engine."""
     import engine.runner  # first: it settles how torch's threads wait, before torch is loaded
-    from engine.loader.random_weights import SHAPES
+    from engine.loader.random_shapes import SHAPES
 
     assert engine.runner
     ceilings = None

@@ -50,10 +50,11 @@ class LoadRun:
         self._turns = turns
         self._seed = seed
         self._on_record = on_record
-        self._records: list[RequestRecord] = []
+        self.records: list[RequestRecord] = []
+        """Of answers that have ended, in the order in which they did."""
 
     async def run(self) -> list[RequestRecord]:
-        """Send everything, and return the records in the order in which answers ended."""
+        """Send everything, and return `records`, which also has what there is when this is cancelled."""
         self._client.start_clock()
         async with asyncio.TaskGroup() as group:
             if self._load.rate is not None:
@@ -62,7 +63,7 @@ class LoadRun:
                 numbers = self._numbers()
                 for _ in range(self._load.concurrency or 1):
                     group.create_task(self._send_in_turn(numbers))
-        return self._records
+        return self.records
 
     async def _send_by_time(self, group: asyncio.TaskGroup, rate: float) -> None:
         for number, due_s in zip(self._numbers(), arrivals(rate, self._seed), strict=False):
@@ -95,7 +96,7 @@ class LoadRun:
             )
             prompt = history.prompt_with(turn)
             record, answer = await self._client.ask(self._options, prompt, turn.max_tokens, record)
-            self._records.append(record)
+            self.records.append(record)
             self._on_record(record)
             due_s = record.end_s + self._load.think_s
             if record.error is not None or number + 1 == len(conversation.turns) or self._is_over(due_s):

@@ -56,10 +56,12 @@ class ServeBench(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result file. `requests` has what the summary was computed from."""
+    """The result file. `requests` has what the summary was computed from. A load that was `interrupted` has no records
+    of the requests that were under way."""
 
     headrace: str
     started_at: str
+    interrupted: bool = False
     settings: ServeBench
     calibration: WordCalibration | None
     summary: Summary
@@ -73,7 +75,8 @@ def run(
     say: Callable[[str], None] = lambda text: None,
     on_record: OnRecord = lambda record: None,
 ) -> ServeResult:
-    """Measure. `say` gets what the user should know before the load starts."""
+    """Measure. `say` gets what the user should know before the load starts. Ctrl-C during the load ends it early, and
+    what it has measured is returned; before any request has ended it is a KeyboardInterrupt."""
     bench.check()
     return asyncio.run(measure(bench, api_key, say=say, on_record=on_record))
 
@@ -85,7 +88,7 @@ async def measure(
     say: Callable[[str], None] = lambda text: None,
     on_record: OnRecord = lambda record: None,
 ) -> ServeResult:
-    """`run` in a loop of the caller's."""
+    """`run` in a loop of the caller's. Cancelling is its Ctrl-C."""
     bench = msgspec.structs.replace(bench, url=base_url(bench.url))
     async with connected(bench.url, api_key, bench.timeout_s) as client:
         if not bench.options.model:
@@ -98,12 +101,20 @@ async def measure(
                 say("The server counts no tokens in its answers: a word is taken for a token.")
         await _warm_up(client, bench, calibration)
         started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        records = await _load_run(client, bench, calibration, bench.load, on_record=on_record).run()
+        load, interrupted = _load_run(client, bench, calibration, bench.load, on_record=on_record), False
+        try:
+            await load.run()
+        except asyncio.CancelledError:
+            if not load.records:
+                raise
+            interrupted = True
+    records = load.records
     if not records:
         raise BenchError("No request was due before the load ended.", hint="Make --duration longer.")
     return ServeResult(
         headrace=VERSION,
         started_at=started_at,
+        interrupted=interrupted,
         settings=bench,
         calibration=calibration,
         summary=summarise(records, bench.slo),

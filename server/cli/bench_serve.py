@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from server.bench.serve_records import Slo
 
 _POSITIVE = click.IntRange(min=1)
+INTERRUPTED_CODE = 130
 _SECONDS = click.FloatRange(min=0, min_open=True)
 
 
@@ -135,11 +136,15 @@ def serve(
     # On a terminal only.
     with tqdm(total=requests, unit="request", disable=None, leave=False) as bar:
         result = run(bench, api_key, say=lambda text: click.echo(text, err=True), on_record=lambda record: bar.update())
+    if result.interrupted:
+        click.echo(f"interrupted: these are the {result.summary.requests} requests that had ended.")
     click.echo("\n".join(lines(result.summary)))
     if out is not None:
         write_result(result, out)
     if plot is not None and draw is not None:
         draw(result).savefig(plot, dpi=120)
+    if result.interrupted:
+        raise click.exceptions.Exit(INTERRUPTED_CODE)
     if result.summary.completed == 0:
         raise click.exceptions.Exit(1)
 

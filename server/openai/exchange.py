@@ -81,7 +81,7 @@ class GenerateEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
         clock = RequestClock(self.service.metrics)
-        caller = self.service.caller(record.tenant)
+        caller = self.service.caller(record)
 
         async def answer(body: Body, channel: Channel) -> None:
             prepared = await prepared_in_turn(

@@ -68,7 +68,7 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "lora": ([],),
     "lora_path": (),
     "mm_processor_kwargs": ({},),
-    "truncate_prompt_tokens": (),
+    "truncation_side": ("left",),
     "prompt_embeds": (),
     "kv_transfer_params": (),
     "ec_transfer_params": (),
@@ -78,7 +78,7 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
 """Fields that would change the output if they worked, each with the values that ask for nothing."""
 
 
-CHANGES_TEXT = frozenset({"tools", "documents", "chat_template", "chat_template_kwargs"})
+CHANGES_TEXT = frozenset({"documents", "chat_template", "truncation_side"})
 """Of these, the ones that change what a chat template writes."""
 
 

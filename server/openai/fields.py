@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestError
@@ -78,6 +78,12 @@ def _allowed_tokens(value: object) -> list[int]:
     return value
 
 
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise PydanticCustomError("keep_value", "a prompt has at least one token; -1 keeps what the model can take")
+    return value
+
+
 Whole = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Stop = Annotated[
@@ -92,6 +98,7 @@ Stop = Annotated[
         }
     ),
 ]
+Truncation = Annotated[Whole, Field(ge=-1, lt=INT64), AfterValidator(_not_zero)] | None
 TokenId = Annotated[Whole, Field(ge=0, lt=2**32)]
 LogitBias = Annotated[
     dict[int, float],
@@ -170,6 +177,7 @@ class GenerationBody(BaseModel):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
+    truncate_prompt_tokens: Truncation = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False

@@ -192,7 +192,7 @@ def cut(logprobs: TokenLogprobs | None, count: int) -> TokenLogprobs | None:
     """Return the logprobs with at most `count` alternatives."""
     if logprobs is None or len(logprobs.top_ids) <= count:
         return logprobs
-    return TokenLogprobs(logprobs.logprob, logprobs.top_ids[:count], logprobs.top_logprobs[:count])
+    return TokenLogprobs(logprobs.logprob, logprobs.top_ids[:count], logprobs.top_logprobs[:count], logprobs.rank)
 
 
 def _failure(output: TokenOutput) -> DeadlineError | RequestFailedError:

@@ -35,7 +35,7 @@ class JsonEndpoint:
         self.needs_model = needs_model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = self.service.caller(record_of(scope).tenant)
+        caller = self.service.caller(record_of(scope))
 
         async def answer(body: Body, channel: Channel) -> None:
             reply = await prepared_in_turn(self.service, caller, partial(self.answer, self.service, body.take()))

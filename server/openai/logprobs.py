@@ -82,10 +82,7 @@ def _top_by_text(token: Token, names: TokenNames) -> Json | None:
 
 
 def prompt_logprobs(run: ChoiceRun, count: int, names: TokenNames) -> list[Json | None]:
-    """[null, {"token id": {logprob, rank, decoded_token}}, ...]: of each prompt token its own and `count` alternatives.
-
-    A token's rank is known where it is among the alternatives.
-    """
+    """[null, {"token id": {logprob, rank, decoded_token}}, ...]: of each prompt token its own and its alternatives."""
     entries = zip(run.request.prompt_ids, run.prompt_logprobs or (), strict=True)
     return [_by_id(token, cut(own, count), names) for token, own in entries]
 
@@ -93,7 +90,7 @@ def prompt_logprobs(run: ChoiceRun, count: int, names: TokenNames) -> list[Json 
 def _by_id(token_id: int, logprobs: TokenLogprobs | None, names: TokenNames) -> Json | None:
     if logprobs is None:
         return None
-    entries = {str(token_id): _prompt_token(token_id, logprobs.logprob, None, names)}
+    entries = {str(token_id): _prompt_token(token_id, logprobs.logprob, logprobs.rank, names)}
     for rank, (top, value) in enumerate(_alternatives(logprobs), start=1):
         entries[str(top)] = _prompt_token(top, value, rank, names)
     return {**entries}

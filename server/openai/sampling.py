@@ -81,6 +81,8 @@ def choice_runs(
             prompt_logprobs=wanted.prompt_logprobs,
             grammar=None if wanted.constraint is None else wanted.constraint.grammar,
             deadline_unix_s=caller.deadline_unix_s,
+            traceparent=None if caller.trace is None else caller.trace.parent,
+            tracestate=None if caller.trace is None else caller.trace.state,
         )
         checked = _checked(base, text.info, wanted.names)
         for choice in range(body.n):

@@ -9,6 +9,7 @@ from server.openai.body import parse_body
 from server.openai.extras import ignored_text_params
 from server.openai.json_endpoint import Answer, Reply
 from server.openai.tokenize_body import DetokenizeBody, TextBody, TokenizeBody
+from server.openai.truncation import kept_tokens
 from server.service import Service
 from server.text_service import TextService
 
@@ -49,11 +50,12 @@ async def _prompt_ids(text: TextService, request: TokenizeBody) -> list[int]:
         raise RequestError(
             "Missing required parameter: 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter"
         )
-    for name in ("add_generation_prompt", "continue_final_message"):
+    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
         if getattr(request, name):
             raise RequestError(f"'{name}' needs 'messages'.", param=name)
     add_special = request.add_special_tokens is not False
-    (ids,) = await text.prompts_ids([request.prompt], add_special_tokens=add_special, to_run=False)
+    keep = kept_tokens(request.truncate_prompt_tokens, text.info, None)
+    (ids,) = await text.prompts_ids([request.prompt], add_special_tokens=add_special, keep=keep, to_run=False)
     return ids
 
 
@@ -68,6 +70,11 @@ async def _chat_ids(text: TextService, request: TokenizeBody) -> list[int]:
         [message.for_template() for message in request.messages or ()],
         add_generation_prompt=add_generation,
         continue_final_message=continues,
+        variables=request.chat_template_kwargs,
+        tools=request.tools,
         to_run=False,
     )
-    return text.codec.encode("", parse_special=True, add_bos=True) + ids if request.add_special_tokens else ids
+    if request.add_special_tokens:
+        ids = text.codec.encode("", parse_special=True, add_bos=True) + ids
+    keep = kept_tokens(request.truncate_prompt_tokens, text.info, None)
+    return ids if keep is None else ids[-keep:]

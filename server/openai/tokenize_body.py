@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from server.openai.chat_body import Messages
-from server.openai.fields import Whole
+from server.openai.fields import Truncation, Whole
 
 MAX_TOKENS = 2**20
+MAX_TOOLS = 128
+
+Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class TextBody(BaseModel):
@@ -32,6 +35,9 @@ class TokenizeBody(TextBody):
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+    tools: Tools = []
+    truncate_prompt_tokens: Truncation = None
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:

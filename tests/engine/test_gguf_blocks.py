@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
-from gguf.quants import dequantize, quantize
+from gguf.quants import dequantize
 
 from engine.loader.gguf import FORMATS
 from engine.loader.gguf_blocks import decode
+from tests.support.k_quants import quantise
 
 QUANTISED = {kind: layout for kind, layout in FORMATS.items() if layout.values > 1}
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
@@ -32,10 +33,10 @@ def test_random_blocks_decode_to_the_reference_s_values(kind: int) -> None:
     assert len(np.unique(values)) > 1000
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_quantised_values_come_back_within_a_step(name: str) -> None:
     kind = GGMLQuantizationType[name]
-    values = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
-    decoded = decode(quantize(values, kind).tobytes(), FORMATS[kind.value], values.shape)
-    steps = {"Q4_0": 16, "Q4_1": 15, "Q5_0": 32, "Q5_1": 31, "Q8_0": 255}
+    values = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    decoded = decode(quantise(values, kind).tobytes(), FORMATS[kind.value], values.shape)
+    steps = {"Q4_0": 16, "Q4_1": 15, "Q5_0": 32, "Q5_1": 31, "Q8_0": 255, "Q4_K": 15, "Q5_K": 31, "Q6_K": 62}
     assert np.abs(decoded - values).max() < 2 * np.abs(values).max() / steps[name]

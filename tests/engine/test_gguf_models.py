@@ -11,12 +11,13 @@ from gguf import GGMLQuantizationType
 from benchmarks.accuracy import reference_logits, relative_difference
 from benchmarks.plan_driver import PlanDriver
 from engine.errors import ModelError
+from engine.loader.gguf import FORMATS, GGUFFile
 from engine.loader.gguf_checkpoint import GGUFCheckpoint
 from engine.text.tokenizer import TextCodec
 from tests.support.decoders import WINDOW, transformers_model, write_decoder
 from tests.support.gguf_files import write_gguf
 from tests.support.loading import load
-from tests.support.tiny_models import CHAT_TEMPLATE
+from tests.support.tiny_models import CHAT_TEMPLATE, write_tiny_llama
 
 TOKENS = list(range(4, 4 + 3 * WINDOW))
 FILES = {
@@ -44,10 +45,30 @@ def test_a_file_gives_the_logits_of_the_directory_it_came_from(tmp_path: Path, n
     assert loaded.assets[loaded.text.chat_template.digest] == CHAT_TEMPLATE.encode()
 
 
-@pytest.mark.parametrize("weights", ["Q4_0", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"])
-def test_quantised_weights_give_the_logits_of_their_values(tmp_path: Path, weights: str) -> None:
-    directory, path = write_decoder(tmp_path / "hf", "llama3 rope"), tmp_path / "model.gguf"
-    stored = write_gguf(directory, path, "llama", weights=GGMLQuantizationType[weights])
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of 256 and 512 values, as K types need them."""
+    directory = tmp_path_factory.mktemp("wide")
+    return write_tiny_llama(directory, hidden_size=256, intermediate_size=512, layers=3, tied=False)
+
+
+QUANTISED = [GGMLQuantizationType(kind) for kind, layout in FORMATS.items() if layout.name != "F32"]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [*([kind] for kind in QUANTISED), QUANTISED],
+    ids=lambda kinds: kinds[0].name if len(kinds) == 1 else "all",
+)
+def test_quantised_weights_give_the_logits_of_their_values(
+    wide: Path, tmp_path: Path, weights: list[GGMLQuantizationType]
+) -> None:
+    """Every type alone, and then all of them in one file."""
+    directory, path = wide, tmp_path / "model.gguf"
+    stored = write_gguf(directory, path, "llama", weights=weights)
+    with GGUFFile(path) as file:
+        found = {entry.format.name for entry in file.tensors.values()}
+    assert found == {"F32", *(kind.name for kind in weights)}
     reference = transformers_model(directory)
     exact = reference_logits(reference, TOKENS)
     reference.load_state_dict(stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -192,6 +193,60 @@ def test_a_flipped_byte_never_escapes_the_error_tree(tmp_path: Path) -> None:
         except ModelError:
             refused += 1
     assert refused > 100
+
+
+def array(key: str, kind: int, count: int, payload: bytes = b"") -> bytes:
+    return pair(key, 9, struct.pack("<IQ", kind, count) + payload)
+
+
+BOMBS = {
+    "tensors": (gguf_bytes(tensor_count=2**63), f"{2**63} tensors"),
+    "pairs": (gguf_bytes(pair_count=2**40), f"{2**40} key/values"),
+    "empty strings": (gguf_bytes(pairs=[array("a", 8, 2**23 + 1)]), "an array of 8388609 items"),
+    "bytes of many arrays": (
+        gguf_bytes(pairs=[array(str(i), 0, 2**21, bytes(2**21)) for i in range(5)]),
+        "an array of 2097152 items",
+    ),
+    "one string": (gguf_bytes(pairs=[string("a") + struct.pack("<IQ", 8, 2**34)]), "a string of 17179869184 bytes"),
+    "one key": (gguf_bytes(pairs=[struct.pack("<Q", 2**34)]), "a string of 17179869184 bytes"),
+    "overlap": (
+        gguf_bytes(entries=[entry("a", (64,), 0, 0), entry("b", (8,), 0, 224)], data=bytes(256)),
+        "tensors 'a' and 'b' overlap",
+    ),
+    "the same bytes": (
+        gguf_bytes(entries=[entry(name, (64,), 0, 0) for name in "abc"], data=bytes(256)),
+        "tensors 'a' and 'b' overlap",
+    ),
+    "a tensor of everything": (gguf_bytes(entries=[entry("a", (2**31, 2**31, 2**31), 0, 0)]), "truncated GGUF file"),
+}
+
+
+@pytest.mark.parametrize("arrays", [True, False])
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_file_that_claims_without_measure_is_refused_in_little_memory(
+    tmp_path: Path, case: str, arrays: bool
+) -> None:
+    """The file is sparse: by its size it could hold all that it claims."""
+    content, message = BOMBS[case]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    if case != "a tensor of everything":
+        os.truncate(path, 1 << 36)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelError, match=message):
+            GGUFFile(path, arrays=arrays)
+        assert tracemalloc.get_traced_memory()[1] < 128 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_without_arrays_all_else_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes())
+    with GGUFFile(path) as whole, GGUFFile(path, arrays=False) as small:
+        assert small.metadata == {key: value for key, value in whole.metadata.items() if not isinstance(value, list)}
+        assert small.tensors == whole.tensors
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from engine.errors import ModelError
 from engine.loader import hub as hub_source
 from engine.loader.hub import HubModel, fetch, parse
 from engine.loader.sources import find_model
+from tests.support.gguf_files import write_gguf
 from tests.support.hub_server import Hub, hub_server
 from tests.support.loading import load
 from tests.support.tiny_models import write_tiny
@@ -157,9 +158,78 @@ def test_a_refusal_is_told_in_one_line(hub: Hub, tmp_path: Path, case: str) -> N
 
 
 def test_a_repository_without_safetensors_is_refused(hub: Hub, tmp_path: Path) -> None:
-    hub.repos["org/bins"] = {"config.json": b"{}", "pytorch_model.bin": b"x", "model.gguf": b"GGUF"}
+    hub.repos["org/bins"] = {"config.json": b"{}", "pytorch_model.bin": b"x"}
     with pytest.raises(ModelError, match=r"org/bins has no model\*\.safetensors files"):
         fetch(HubModel("org/bins"), Progress(), tmp_path)
+    assert hub.sent == []
+
+
+GGUF_REPO = "org/tiny-GGUF"
+
+
+@pytest.fixture(scope="module")
+def gguf_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    path = tmp_path_factory.mktemp("gguf") / "a.gguf"
+    write_gguf(write_tiny(path.parent / "hf", "Qwen3ForCausalLM", head_dim=16), path, "qwen3")
+    whole = path.read_bytes()
+    return {
+        "README.md": b"a model",
+        "config.json": b"{}",
+        "tiny-Q8_0.gguf": whole,
+        "tiny-f16.gguf": b"GGUF of another kind",
+        "mmproj-tiny-f16.gguf": b"GGUF of a projector",
+        "deep/tiny-Q4_K_M.gguf": b"GGUF in a folder",
+        "deep/tiny-UD-Q4_K_M.gguf": b"GGUF in a folder, by other means",
+        "tiny-Q6_K-00001-of-00002.gguf": b"GGUF in parts",
+        "tiny-Q6_K-00002-of-00002.gguf": b"the other part",
+    }
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "q8_0", "tiny-Q8_0.gguf"])
+def test_a_gguf_file_of_a_repository_is_fetched_by_its_kind_or_name(
+    hub: Hub, gguf_files: dict[str, bytes], tmp_path: Path, name: str
+) -> None:
+    hub.repos[GGUF_REPO] = gguf_files
+    progress = Progress()
+    path = fetch(HubModel(GGUF_REPO, file=name), progress, tmp_path)
+    assert path.name == "tiny-Q8_0.gguf"
+    assert [file for file, _ in hub.sent] == [path.name]
+    progress.check_complete(len(gguf_files[path.name]))
+    assert load(path).architecture == "Qwen3ForCausalLM"
+    hub.broken = True
+    assert fetch(HubModel(GGUF_REPO, file=name), Progress(), tmp_path) == path
+    with pytest.raises(ModelError, match="not whole in the cache"):
+        fetch(HubModel(GGUF_REPO, file="f16"), Progress(), tmp_path)
+
+
+def test_a_gguf_file_in_a_folder_is_named_like_any_other(
+    hub: Hub, gguf_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos[GGUF_REPO] = gguf_files
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    path = find_model(f"{GGUF_REPO}/deep/tiny-Q4_K_M.gguf", Progress()).path
+    assert path.read_bytes() == gguf_files["deep/tiny-Q4_K_M.gguf"]
+    assert find_model(f"{GGUF_REPO}:f16", Progress()).path.read_bytes() == gguf_files["tiny-f16.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("file", "message", "hint"),
+    [
+        (None, "has GGUF files only", f"Name one, such as {GGUF_REPO}:"),
+        ("Q4_K_M", "more than one GGUF file for 'Q4_K_M'", "It has: deep/tiny-Q4_K_M.gguf, deep/tiny-UD-Q4_K_M.gguf."),
+        ("Q2_K", "no GGUF file 'Q2_K'", "tiny-Q8_0.gguf, tiny-f16.gguf"),
+        ("Q6_K", "no GGUF file 'Q6_K'", "several parts"),
+        ("config.json", "no GGUF file 'config.json'", "tiny-Q8_0.gguf"),
+        ("8_0", "no GGUF file '8_0'", "tiny-Q8_0.gguf"),
+    ],
+)
+def test_a_gguf_file_that_is_not_named_well_is_told_with_what_there_is(
+    hub: Hub, gguf_files: dict[str, bytes], tmp_path: Path, file: str | None, message: str, hint: str
+) -> None:
+    hub.repos[GGUF_REPO] = gguf_files
+    with pytest.raises(ModelError, match=message) as caught:
+        fetch(HubModel(GGUF_REPO, file=file), Progress(), tmp_path)
+    assert hint in str(caught.value.hint)
     assert hub.sent == []
 
 
@@ -183,6 +253,13 @@ def test_what_progress_raises_gives_the_download_up(hub: Hub, tmp_path: Path) ->
         ("./org", None),
         ("../name", None),
         ("org/name@", None),
+        ("org/name:Q4_K_M", HubModel("org/name", file="Q4_K_M")),
+        ("org/name@v1:sub/a-Q4_K_M.gguf", HubModel("org/name", "v1", "sub/a-Q4_K_M.gguf")),
+        ("org/name/a.gguf", HubModel("org/name", file="a.gguf")),
+        ("org/name/sub/a.gguf", HubModel("org/name", file="sub/a.gguf")),
+        ("models/a.gguf", None),
+        ("org/name:", None),
+        ("org/name:/etc/a.gguf", None),
     ],
 )
 def test_hub_ids_are_told_from_paths(name: str, expected: HubModel | None) -> None:

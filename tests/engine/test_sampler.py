@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from engine.plan import NewSlot
 from engine.protocol import SamplingParams
 from engine.sampler.noise import Purpose, gumbel, noise_keys, noise_words
-from engine.sampler.order import first_argmax, largest
+from engine.sampler.order import first_argmax, largest, ranks_at_once, ranks_of
 from engine.sampler.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -299,9 +300,18 @@ def test_logprobs_equal_log_softmax_with_each_rows_own_count(dtype: torch.dtype)
             continue
         assert entry is not None
         assert entry.logprob == pytest.approx(reference[row, ids[row]].item(), abs=1e-4)
-        order = sorted(range(5000), key=lambda token: (-logits[row, token].item(), token))[:count]
+        order = sorted(range(5000), key=lambda token: (-logits[row, token].item(), token))
+        assert entry.rank == 1 + order.index(ids[row])
+        order = order[:count]
         assert entry.top_ids == order
         assert entry.top_logprobs == pytest.approx(reference[row, order].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [ranks_of, ranks_at_once])
+def test_a_rank_is_the_place_among_all_tokens_with_equals_by_id(ranks: Callable[[Tensor, Tensor], Tensor]) -> None:
+    rows = torch.tensor([[3.0, 5, 5, -torch.inf, 5, 3, -torch.inf]] * 7)
+    assert ranks(rows, torch.arange(7)).tolist() == [4, 1, 2, 6, 3, 5, 7]
+    assert ranks(rows[:0], torch.arange(0)).tolist() == []
 
 
 def test_logprobs_are_finite_on_the_wire() -> None:
@@ -328,6 +338,8 @@ def test_prompt_logprobs_equal_log_softmax_in_any_chunk(rows: int) -> None:
         assert whole[row].logprob == reference[row, targets[row]].item()
         assert whole[row].top_logprobs == sorted(whole[row].top_logprobs, reverse=True)
         assert whole[row].top_ids[0] == logits[row].argmax().item()
+        own, target = logits[row], targets[row]
+        assert whole[row].rank == 1 + int((own > own[target]).sum() + (own[:target] == own[target]).sum())
     cut = rows // 3
     parts = sampler.prompt_logprobs(logits[:cut], targets[:cut], 2)
     assert parts + sampler.prompt_logprobs(logits[cut:], targets[cut:], 2) == whole

@@ -8,7 +8,8 @@ from engine.kernels.activation import silu_and_mul
 from engine.kernels.kv import write_kv
 from engine.kernels.norm import add_rms_norm, rms_norm
 from engine.kernels.rope import rotate_and_write_kv
-from engine.layers.rotary import RopeSettings, RotaryTables
+from engine.layers.rope_settings import RopeSettings
+from engine.layers.rotary import RotaryTables
 from tests.support.paged import paged_batch
 
 

@@ -40,16 +40,19 @@ class Link:
     def answer(self) -> None:
         while self.stream.need is not None:
             if self.stream.need == "replay":
-                messages = self.ask(self.stream.next_number.to_bytes(8, "big"))
-                self.stream.take_replay([(number, decode_batch(payload)) for number, payload in messages])
+                for number, payload in self.ask(self.stream.next_number.to_bytes(8, "big")):
+                    self.stream.replay(number, decode_batch(payload))
+                self.stream.end_replay()
                 continue
+            self.view.clear()
             messages = self.ask(DUMP)
-            content: dict[object, list[bytes]] = {}
             for _, payload in messages:
                 part = msgspec.msgpack.decode(payload, type=DumpPart)
                 keys = [part.keys[at : at + 32] for at in range(0, len(part.keys), 32)]
-                content.setdefault(tier_of(part.medium), []).extend(keys)
-            self.stream.take_dump(part.epoch, messages[0][0], content)  # type: ignore[arg-type]
+                tier = tier_of(part.medium)
+                assert tier is not None
+                self.view.apply([stored(keys, tier)])
+            self.stream.end_dump(part.epoch, messages[0][0])
 
 
 @given(seed=st.integers(0, 2**32), loss=st.sampled_from([0.0, 0.01, 0.3, 0.9]), replay=st.sampled_from([1, 8, 1000]))

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvstore.events.digest import Digest
-from kvstore.events.messages import BlockStored
+from kvstore.events.messages import DUMP_PART_KEYS, BlockStored
 from kvstore.events.publisher import EventPublisher
 from kvstore.events.subscriber import EventSubscriber, Socket
 from kvstore.keys import PUBLIC_SCOPE, KeyChain
@@ -35,7 +35,7 @@ def context() -> Iterator[zmq.Context[Socket]]:
 
 @pytest.fixture
 async def feed(context: zmq.Context[Socket]) -> AsyncIterator[IndexFeed]:
-    feed = IndexFeed(PrefixIndex(10_000, monotonic), context=context)
+    feed = IndexFeed(PrefixIndex(60_000, monotonic), context=context)
     yield feed
     await feed.close()
 
@@ -127,9 +127,19 @@ async def test_what_the_replay_buffer_has_lost_comes_by_a_dump(feed: IndexFeed, 
         assert busy.is_in(feed.index, "t")
 
 
-async def test_another_publisher_at_the_same_address_voids_what_was_known(feed: IndexFeed) -> None:
-    with worker(3) as first:
-        address, replay_address = first.publisher.address, first.publisher.replay_address
+async def test_a_dump_of_several_parts(feed: IndexFeed) -> None:
+    keys = [numbered_key(number) for number in range(2 * DUMP_PART_KEYS + 5)]
+    with worker() as large:
+        large.cache.held["ram"].update(dict.fromkeys(keys))
+        large.publisher.publish([stored(keys, "ram")])
+        feed.open_target("t", large.publisher.address, large.publisher.replay_address)
+        await until(digests_agree(large, feed, "t"), "a large view")
+        assert feed.index.lookup(ask(keys[-3:])) == {"t": Hit(ram=3 * BLOCK_SIZE)}
+
+
+async def test_another_publisher_at_the_same_address_voids_what_was_known(feed: IndexFeed, tmp_path: Path) -> None:
+    address, replay_address = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    with worker(3, address=address, replay_address=replay_address) as first:
         feed.open_target("t", address, replay_address)
         first.step(100)
         await until(digests_agree(first, feed, "t"), "the first publisher's view")

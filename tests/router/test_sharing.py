@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
+from router.dispatcher import Dispatcher
 from router.dispatches import MAX_SHARED_KEYS
+from router.index import PrefixIndex
 from router.own_leases import OwnLeases
 from router.peer_leases import OutOfOrderError, PeerLeases
-from router.sharing import DispatchSharing, PeerAddress, SocketKeys, peers_of
+from router.policies.simple import LeastTokens
+from router.sharing import DispatchSharing, PeerAddress
 from router.sharing_messages import MAX_EVENTS, SHARING_VERSION, Changes, Dispatched, Follow, Released, Snapshot
-from tests.support.registries import gateway
+from router.values import Query
 from tests.support.remote_leases import RemoteLeases, Teller, dispatch
 from tests.support.until import until
 
@@ -251,72 +254,40 @@ def test_own_changes_are_bounded_by_telling_them_in_time() -> None:
     assert len(leases) == 0
 
 
-class Keys:
-    """One process's pair of keys, and a gate that admits some."""
-
-    def __init__(self) -> None:
-        public, self._secret = zmq.curve_keypair()
-        self._public = public
-        self.public = public.decode()
-
-    def secure_server(self, socket: zmq.Socket[Any]) -> None:
-        socket.set(zmq.CURVE_SERVER, 1)
-        self._own(socket)
-
-    def secure_client(self, socket: zmq.Socket[Any], server_key: str) -> None:
-        socket.set(zmq.CURVE_SERVERKEY, server_key.encode())
-        self._own(socket)
-
-    def _own(self, socket: zmq.Socket[Any]) -> None:
-        socket.set(zmq.CURVE_PUBLICKEY, self._public)
-        socket.set(zmq.CURVE_SECRETKEY, self._secret)
+def idle_dispatcher() -> Dispatcher:
+    dispatcher = Dispatcher(LeastTokens(), PrefixIndex(1_000, time.monotonic), time.monotonic, random.Random(0))
+    for number in range(2):
+        dispatcher.add_target(f"w{number}/0")
+    return dispatcher
 
 
-class Gate:
-    def __init__(self, *admitted: Keys) -> None:
-        self._admitted = {keys.public.encode() for keys in admitted}
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._admitted
-
-
-@contextmanager
-def gated_context(*admitted: Keys) -> Iterator[zmq.Context[Any]]:
-    context: zmq.Context[Any] = zmq.Context()
-    gate = ThreadAuthenticator(context)
-    gate.start()
-    gate.configure_curve_callback("*", Gate(*admitted))
-    try:
-        yield context
-    finally:
-        gate.stop()
-        context.destroy(0)
-
-
-async def test_with_keys_only_listed_peers_hear_anything() -> None:
-    teller, friend, stranger = Keys(), Keys(), Keys()
-    secured: SocketKeys = teller
-    with gated_context(friend) as context:
-        sharing = DispatchSharing(LISTEN, context=context, keys=secured)
+async def test_two_gateways_balance_as_one() -> None:
+    """Each sends to where the other has not: as many leases on either target, and none when all is released."""
+    dispatchers = [idle_dispatcher(), idle_dispatcher()]
+    sharings = [DispatchSharing(LISTEN), DispatchSharing(LISTEN)]
+    for dispatcher, sharing in zip(dispatchers, sharings, strict=True):
+        dispatcher.observer = sharing.observer("tiny")
+        sharing.attach("tiny", dispatcher)
         sharing.open()
-        sharing.observer("tiny").dispatched(dispatch(1))
-        (address,) = peers_of([gateway(dispatches=sharing.address, public_key=teller.public)])
-        followers = []
-        for keys, peer in (
-            (friend, address),
-            (stranger, address),
-            (None, address),
-            (friend, PeerAddress(address.address)),
-        ):
-            follower, seen = DispatchSharing(LISTEN, context=context, keys=keys), RemoteLeases()
-            follower.attach("tiny", seen)
-            follower.open()
-            follower.set_peers([peer])
-            followers.append((follower, seen))
-        await until(lambda: len(followers[0][1].live) == 1, "the friend hears")
-        for follower, _ in followers:
-            await asyncio.wait_for(follower.wait_synced(), 30)
-        assert [len(seen.live) for _, seen in followers] == [1, 0, 0, 0]
-        for follower, _ in followers:
-            follower.close()
+    for sharing in sharings:
+        sharing.set_peers(PeerAddress(one.address) for one in sharings)
+        await asyncio.wait_for(sharing.wait_synced(), 30)
+    leases = []
+    for number in range(10):
+        lease = dispatchers[number % 2].choose(Query(request_id=f"r{number}", prompt_tokens=100))
+        assert lease is not None
+        leases.append(lease)
+        total = number + 1
+        await until(
+            lambda total=total: all(sum(one.in_flight.values()) == total for one in dispatchers),  # type: ignore[misc]
+            "both know of all leases",
+        )
+        counts = dispatchers[0].in_flight
+        assert counts == dispatchers[1].in_flight
+        assert max(counts.values()) - min(counts.values()) <= 1
+    for lease in leases:
+        lease.release("ok")
+    await until(lambda: not any(any(one.in_flight.values()) for one in dispatchers), "all is released")
+    for dispatcher, sharing in zip(dispatchers, sharings, strict=True):
+        dispatcher.check_integrity()
         sharing.close()

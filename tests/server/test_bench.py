@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine.config import EngineConfig
-from engine.loader.random_weights import SHAPES
+from engine.loader.random_shapes import SHAPES
 from server.bench.drivers import Arrivals, Timeline
 from server.bench.engine import TRIAL, Record, decode_intervals_s, run
 from server.bench.floors import Ceilings, ModelCosts

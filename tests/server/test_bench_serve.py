@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -286,6 +287,55 @@ async def test_result_and_picture_are_written(tmp_path: Path) -> None:
     assert msgspec.json.decode(written, type=ServeResult) == result
     plotter()(result).savefig(tmp_path / "result.png")
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+async def test_an_interrupt_writes_what_was_measured(tmp_path: Path) -> None:
+    """The sixth request of the load gets no answer; then comes Ctrl-C."""
+    engine, probes, answered = wordy_engine(), 2, 5
+    reply = engine.reply
+
+    def hold_the_last(request: GenerateRequest) -> list[int]:
+        if len(engine.seen) > probes + answered:
+            engine.gate = Gate(after=0)
+        return reply(request)
+
+    engine.reply = hold_the_last
+    out = tmp_path / "out.json"
+    async with serving(engine) as server:
+        arguments = ["--url", server.url, "--concurrency", "1", "--requests", "50", "--warm-up", "0"]
+        arguments += ["--output-tokens", "4", "--prompt-tokens", "40", "--out", str(out)]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "server", "bench", "serve", *arguments, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            await engine.until(lambda: engine.gate is not None and len(engine.running) == 1)
+            process.send_signal(signal.SIGINT)
+            printed, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        assert engine.gate is not None
+        engine.gate.opened.set()
+    assert process.returncode == 130
+    assert f"these are the {answered} requests" in printed.decode()
+    result = msgspec.json.decode(out.read_bytes(), type=ServeResult)
+    assert result.interrupted
+    assert len(result.requests) == result.summary.completed == answered
+
+
+async def test_an_interrupt_before_any_answer_is_nothing_but_an_end() -> None:
+    engine = wordy_engine()
+    async with serving(engine) as server:
+        engine.gate = Gate(after=0)
+        bench = bench_of(server.url, warm_up=0, workload=Workload(prompt=FIXED, output=FIXED, token_ids=(5, 50)))
+        completions = msgspec.convert({"endpoint": "completions"}, RequestOptions)
+        task = asyncio.create_task(measure(msgspec.structs.replace(bench, options=completions)))
+        await engine.until(lambda: len(engine.running) == 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        engine.gate.opened.set()
 
 
 async def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from engine.protocol import SamplingParams
 from kvstore.keys import PUBLIC_SCOPE
 from server.config import ServeConfig
 from tests.support.api_server import ApiServer, chat_body, chunks, serving
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import MAX_MODEL_LEN, FakeEngine
 from tests.support.tiny_text import byte_ids
 
 
@@ -313,3 +313,12 @@ async def test_a_model_without_a_template_says_what_to_do(server_without_templat
 async def server_without_template():  # noqa: ANN201
     async with serving(FakeEngine(with_template=False)) as server:
         yield server
+
+
+async def test_without_a_limit_an_answer_may_take_the_rest_of_the_window() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as server:
+        await server.chat()
+        await server.chat(max_completion_tokens=MAX_MODEL_LEN)
+    first, second = engine.seen
+    assert first.sampling.max_tokens == second.sampling.max_tokens == MAX_MODEL_LEN - len(first.prompt_ids)

@@ -70,6 +70,17 @@ def test_a_mistake_is_one_line_and_a_hint(
         assert hint in said[1]
 
 
+def test_what_a_file_says_cannot_steer_the_terminal(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["\\u001b[2J\\n' + "x" * 100_000 + '"]}')
+    (tmp_path / "\x1b[31mred").mkdir()
+    for model in (tmp_path, tmp_path / "\x1b[31mred"):
+        assert run(["serve", str(model)]) == 2
+        said = capsys.readouterr().err
+        assert "\x1b" not in said
+        assert len(lines(said)) <= 2
+        assert len(said) < 3000
+
+
 def test_debug_adds_the_trace_and_keeps_the_exit_code(capsys: Capture) -> None:
     assert run(["serve", "--debug", "--port", "web"]) == 2
     said = capsys.readouterr().err

@@ -278,7 +278,7 @@ REPLAY: list[tuple[str, tuple[str, Any], int, str | None]] = [
     ("beam search", T(use_beam_search=True), 400, "use_beam_search"),
     ("logprob_token_ids", C(logprob_token_ids=[1]), 400, "logprob_token_ids"),
     ("prompt_embeds", T(prompt_embeds="x"), 400, "prompt_embeds"),
-    ("truncate_prompt_tokens", T(truncate_prompt_tokens=4), 400, "truncate_prompt_tokens"),
+    ("truncation on the right", T(truncation_side="right"), 400, "truncation_side"),
     ("stop_regex", C(stop_regex="a+"), 400, "stop_regex"),
     ("kv_transfer_params", C(kv_transfer_params={}), 400, "kv_transfer_params"),
     ("regex that killed one", T(guided_regex="^(|.*)$"), 200, None),
@@ -415,6 +415,25 @@ async def test_an_unknown_model_is_told_with_the_known_ones(server: ApiServer) -
     error = check_error(await server.chat(model="gpt-4"), 404)
     assert error["code"] == "model_not_found"
     assert "'tiny'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "served", "close"),
+    [
+        ("smolm2", "smollm2", "smollm2"),
+        ("Qwen3-0.6b", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("tiny.gguf", "/models/a/tiny.gguf", "/models/a/tiny.gguf"),
+        ("gpt-4", "smollm2", None),
+        ("smollm2" * 100_000, "smollm2", None),
+    ],
+)
+def test_a_mistyped_model_is_told_with_the_name_that_is_close(asked: str, served: str, close: str | None) -> None:
+    message = str(UnknownModelError(asked, [served]))
+    assert f"Served: {served!r}." in message
+    assert ("Did you mean" in message) is (close is not None)
+    if close is not None:
+        assert message.endswith(f"Did you mean {close!r}?")
+    assert len(message) < 300
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -101,6 +101,7 @@ async def test_prompt_logprobs_are_told_by_id_in_chat_and_completions() -> None:
     assert len(chat["prompt_logprobs"]) == len(engine.seen[1].prompt_ids)
     assert chat["prompt_logprobs"][0] is None
     assert list(chat["prompt_logprobs"][1]) == [str(engine.seen[1].prompt_ids[1])]
+    assert [entry["rank"] for entry in chat["prompt_logprobs"][1].values()] == [1]
     assert engine.seen[0].prompt_ids == [first, second]
 
 

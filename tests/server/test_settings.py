@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from server.config import RoutingConfig, ServeConfig
+from server.config import RoutingConfig, ServeConfig, WorkerConfig
 from server.setting_values import format_size, parse_duration, parse_size
-from server.settings import SETTINGS, Setting, read_settings
+from server.settings import SETTINGS, WORKER_SETTINGS, Setting, read_settings, read_worker_settings
 from tests.support.settings_table import PAGE, page_with_table
 
 
@@ -36,6 +36,10 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
+# The device decides on the loop, and the launcher on an engine's place among its neighbours.
+DERIVED = {"engine.in_flight_steps", "engine.local_index", "engine.local_engines"}
+
+
 def test_nothing_given_is_the_default_configuration() -> None:
     assert read() == ServeConfig()
 
@@ -44,9 +48,23 @@ def test_every_field_of_the_configuration_has_a_setting() -> None:
     fields = {f"engine.{one.name}" for one in msgspec.structs.fields(EngineConfig)}
     fields |= {f"routing.{one.name}" for one in msgspec.structs.fields(RoutingConfig)}
     fields |= {one.name for one in msgspec.structs.fields(ServeConfig)} - {"engine", "routing"}
-    # The device decides on the loop, and the launcher on an engine's place among its neighbours.
-    unset = {"engine.in_flight_steps", "engine.local_index", "engine.local_engines"}
-    assert {setting.field for setting in SETTINGS} == fields - unset
+    assert {setting.field for setting in SETTINGS} == fields - DERIVED
+
+
+def test_every_field_of_the_workers_configuration_has_a_setting() -> None:
+    fields = {f"engine.{one.name}" for one in msgspec.structs.fields(EngineConfig)}
+    fields |= {one.name for one in msgspec.structs.fields(WorkerConfig)} - {"engine"}
+    assert {setting.field for setting in WORKER_SETTINGS} == fields - DERIVED
+
+
+def test_a_file_serves_both_commands_and_each_takes_its_own(tmp_path: Path) -> None:
+    file = write(tmp_path / "h.yaml", "port: 1\nlisten: tcp://127.0.0.1:9\nthreads: 3\ndp: 2\n")
+    assert read({"config": file}) == ServeConfig(port=1, engine=EngineConfig(threads=3))
+    worker, warnings = read_worker_settings({"config": file}, {"HEADRACE_ROLE": "decode", "HEADRACE_PORT": "x"})
+    assert worker == WorkerConfig(listen="tcp://127.0.0.1:9", dp=2, role="decode", engine=EngineConfig(threads=3))
+    assert warnings == []
+    with pytest.raises(ConfigError, match="--dp"):
+        read_worker_settings({"dp": "0"}, {})
 
 
 @pytest.mark.parametrize(
@@ -92,6 +110,7 @@ SAMPLES = {
     "keep-alive": ("5s", 5.0),
     "sse-keep-alive": ("500ms", 0.5),
     "max-concurrent-requests": ("11", 11),
+    "max-prompts": ("12", 12),
     "strict-params": ("true", True),
     "api-keys-file": ("k.yaml", "k.yaml"),
     "admin-key-file": ("a.txt", "a.txt"),

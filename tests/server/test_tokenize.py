@@ -125,6 +125,53 @@ async def test_unknown_fields_are_ignored_and_named(server: ApiServer) -> None:
     assert answer.headers["x-ignored-params"] == "foo"
 
 
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if loud %}!{% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+async def test_what_the_template_takes_can_be_given() -> None:
+    engine = FakeEngine(template=TEMPLATE)
+    async with serving(engine) as server:
+
+        async def text(**fields: object) -> str:
+            answer = await server.post("/tokenize", {"messages": [{"role": "user", "content": "Hi"}], **fields})
+            assert answer.status_code == 200, answer.text
+            return engine.codec.decode(answer.json()["tokens"])
+
+        assert await text() == "Hi"
+        assert await text(chat_template_kwargs={"loud": True}) == "!Hi"
+        assert await text(tools=[{"type": "function"}]) == '[{"type": "function"}]Hi'
+        await server.chat(messages=MESSAGES, max_tokens=1, chat_template_kwargs={"loud": True})
+        answer = await server.post("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"loud": True}})
+        assert answer.json()["tokens"] == engine.seen[-1].prompt_ids
+        for fields, param in (
+            ({"prompt": "a", "tools": [{}]}, "tools"),
+            ({"prompt": "a", "chat_template_kwargs": {"loud": True}}, "chat_template_kwargs"),
+            ({"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+            ({"messages": MESSAGES, "chat_template_kwargs": []}, "chat_template_kwargs"),
+            ({"messages": MESSAGES, "tools": {}}, "tools"),
+            ({"messages": MESSAGES, "tools": [1]}, "tools[0]"),
+            ({"messages": MESSAGES, "tools": [{}] * 129}, "tools"),
+        ):
+            answer = await server.post("/tokenize", fields)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_tools_are_refused_where_the_template_knows_none() -> None:
+    async with serving(FakeEngine()) as server:
+        answer = await server.post("/tokenize", {"messages": MESSAGES, "tools": [{"type": "function"}]})
+        assert answer.status_code == 400
+        assert answer.json()["error"] == {
+            "message": "The model's chat template knows no tools.",
+            "type": "invalid_request_error",
+            "param": "tools",
+            "code": "unsupported_parameter",
+        }
+        assert (await server.post("/tokenize", {"messages": MESSAGES, "tools": []})).status_code == 200
+
+
 async def test_a_model_without_a_template_tokenises_prompts_only() -> None:
     async with serving(FakeEngine(with_template=False)) as server:
         assert (await server.post("/tokenize", {"messages": MESSAGES})).status_code == 400

@@ -71,9 +71,6 @@ class KeysView:
     def apply(self, events: Sequence[Event]) -> None:
         self.keys.apply(events)
 
-    def replace(self, content: Mapping[Tier, Sequence[bytes]]) -> None:
-        self.keys.replace(content)
-
     def clear(self) -> None:
         self.keys.replace({})
 

@@ -24,7 +24,7 @@ from engine.protocol import (
 from engine.text.tokenizer import TextCodec
 from server.health import ServiceState
 from tests.support.infos import engine_info
-from tests.support.tiny_text import EOS_ID, VOCAB_SIZE, byte_ids, text_assets
+from tests.support.tiny_text import CHAT_TEMPLATE, EOS_ID, VOCAB_SIZE, byte_ids, text_assets
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 512
@@ -57,8 +57,8 @@ class FakeEngine:
     the last one repeated. `failure` is raised before output number `fail_at`.
     """
 
-    def __init__(self, *, with_template: bool = True, **info: object) -> None:
-        text, self.assets = text_assets(with_template=with_template)
+    def __init__(self, *, with_template: bool = True, template: str = CHAT_TEMPLATE, **info: object) -> None:
+        text, self.assets = text_assets(with_template=with_template, template=template)
         self.info = tiny_info(text, **info)
         self.codec = TextCodec.from_assets(text, self.assets)
         self.reply: Callable[[GenerateRequest], list[int]] = self.echo
@@ -150,7 +150,7 @@ class FakeEngine:
 
     def logprobs(self, token: int, alternatives: int) -> TokenLogprobs:
         ids = [(token + i) % VOCAB_SIZE for i in range(alternatives)]
-        return TokenLogprobs(-0.25, ids, [-0.25 - i if i < 3 else float("-inf") for i in range(alternatives)])
+        return TokenLogprobs(-0.25, ids, [-0.25 - i if i < 3 else float("-inf") for i in range(alternatives)], 1)
 
     def _cached(self, request: GenerateRequest) -> CachedTokens:
         """Whole blocks of 64 of a prompt that was seen before."""

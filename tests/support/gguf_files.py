@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import gguf
@@ -13,8 +15,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.layers.rotary import Llama3Scaling, RopeSettings, inverse_frequencies
+from engine.layers.rope_settings import Llama3Scaling, RopeSettings
+from engine.layers.rotary import inverse_frequencies
 from engine.text.byte_level import BYTE_OF
+from tests.support.k_quants import quantise
 from tests.support.tiny_models import CHAT_TEMPLATE
 
 LAYER_NAMES = {
@@ -38,12 +42,12 @@ def write_gguf(
     path: Path,
     architecture: str,
     *,
-    weights: GGMLQuantizationType | None = None,
+    weights: Sequence[GGMLQuantizationType] = (),
     sentencepiece: bool = False,
 ) -> dict[str, Tensor]:
     """Write `directory`'s model to `path`; return its tensors as the file holds them, by Hugging Face's names.
 
-    `weights` is the type of the matrices; norms and biases stay float32.
+    `weights` are types that the matrices have in turn; norms and biases stay float32.
     """
     config = json.loads((directory / "config.json").read_text())
     writer = GGUFWriter(path, architecture)
@@ -52,13 +56,14 @@ def write_gguf(
     rope = config["rope_parameters"]
     if architecture == "llama" and rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _divisors(config["head_dim"], rope))
-    stored = {}
+    stored, kinds = {}, cycle(weights)
     for name, tensor in load_file(directory / "model.safetensors").items():
         values = tensor.numpy()
-        if weights is not None and values.ndim == 2:
-            packed = gguf.quants.quantize(_rows(values, name, config, architecture), weights)
-            writer.add_tensor(_gguf_name(name), packed, raw_dtype=weights)
-            values = gguf.quants.dequantize(gguf.quants.quantize(values, weights), weights)
+        if weights and values.ndim == 2:
+            kind = next(kinds)
+            packed = quantise(_rows(values, name, config, architecture), kind)
+            writer.add_tensor(_gguf_name(name), packed, raw_dtype=kind)
+            values = gguf.quants.dequantize(quantise(values, kind), kind)
         else:
             writer.add_tensor(_gguf_name(name), _rows(values, name, config, architecture))
         stored[name] = torch.from_numpy(values.copy())

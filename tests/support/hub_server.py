@@ -67,8 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "RevisionNotFound")
         elif is_api:
             self._describe(repo, is_tree=bool(rest) and rest[0] == "tree")
-        elif rest[2] in self.hub.repos[repo]:
-            self._send_file(repo, rest[2], with_body=with_body)
+        elif (name := "/".join(rest[2:])) in self.hub.repos[repo]:
+            self._send_file(repo, name, with_body=with_body)
         else:
             self._refuse(404, "EntryNotFound")
 

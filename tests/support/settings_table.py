@@ -1,4 +1,4 @@
-"""The table of docs/configuration.md. `python -m tests.support.settings_table` writes it into the page."""
+"""The tables of docs/configuration.md. `python -m tests.support.settings_table` writes them into the page."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from pathlib import Path
 
 from server.setting_values import format_size
 from server.settings import SETTINGS, Setting, metavar
+from server.worker.settings import OWN_SETTINGS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "configuration.md"
 BEGIN, END = "<!-- settings: made from server/settings.py -->\n", "<!-- end of settings -->\n"
 
 
 def table() -> str:
-    """One table for each section of the settings."""
-    return "\n".join(_section(name, list(rows)) for name, rows in groupby(SETTINGS, key=lambda one: one.section))
+    """One table for each section of the settings; those that only a worker has come last."""
+    rows = (*SETTINGS, *OWN_SETTINGS)
+    return "\n".join(_section(name, list(rows)) for name, rows in groupby(rows, key=lambda one: one.section))
 
 
 def page_with_table(page: str) -> str:

@@ -61,9 +61,9 @@ def byte_ids(data: bytes) -> list[int]:
     return [len(SPECIALS) + byte for byte in data]
 
 
-def text_assets(*, with_template: bool = True) -> tuple[TextAssets, dict[str, bytes]]:
+def text_assets(*, with_template: bool = True, template: str = CHAT_TEMPLATE) -> tuple[TextAssets, dict[str, bytes]]:
     """Return the description and the bytes by digest, as an engine serves them."""
-    files = [tokenizer_json()] + ([CHAT_TEMPLATE.encode()] if with_template else [])
+    files = [tokenizer_json()] + ([template.encode()] if with_template else [])
     assets = {hashlib.sha256(data).hexdigest(): data for data in files}
     references = [AssetRef(digest, len(data)) for digest, data in assets.items()]
     text = TextAssets(tokenizer=references[0], chat_template=references[1] if with_template else None)

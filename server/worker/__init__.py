@@ -1,0 +1,1 @@
+"""`headrace worker`: the engine cores of one machine, for gateways elsewhere."""

@@ -1,0 +1,234 @@
+"""What `headrace worker` runs: N engine cores on the wire, their record in a registry, and a small HTTP port.
+
+Owns the ports, the cores' lives and the worker's state. A core that dies is started again with back-off on the same
+port. SIGTERM drains: the record says so, cores take nothing new, running requests get their time, exit code 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from engine.errors import ConfigError
+from engine.protocol import EngineInfo
+from engine.wire.curve import KeyPair, read_clients
+from router.registry.base import Announcement, Registry, WorkerRecord
+from router.registry.open import open_registry
+from server.child import stop_children
+from server.config import WorkerConfig
+from server.health import ServiceState
+from server.launcher import STOP_GRACE_S, failure_of, listen, url_of
+from server.logs import configure
+from server.worker.addresses import RankPlaces, is_reachable_from_outside, open_places
+from server.worker.http import Server, build_app
+from server.worker.rank import Rank
+from server.worker.record import default_worker_id, make_record, state_of
+
+log = logging.getLogger(__name__)
+
+FAREWELL_S = 2.0
+"""How long a registry that cannot be reached may hold up the end."""
+
+
+def run(config: WorkerConfig, admin_digests: Sequence[str] = (), *, core_module: str = "server.core_process") -> int:
+    """Serve until SIGTERM or SIGINT; return the exit code.
+
+    Raises ConfigError for settings that cannot be used, and ModelError when the model cannot be loaded.
+    """
+    configure(config.log_level, config.log_format)
+    keys = check_security(config)
+    with ExitStack() as sockets:
+        places = open_places(config.listen, config.events_listen, config.dp, config.advertise, sockets)
+        listener = sockets.enter_context(listen(config.http_host, config.http_port))
+        http_url = url_of(listener, advertise=config.advertise or socket.gethostname())
+        worker_id = config.worker_id or default_worker_id(places[0].wire.advertised)
+
+        async def main() -> int:
+            registry = None if config.register is None else open_registry(config.register)
+            worker = Worker(config, worker_id, places, http_url, keys, registry, core_module)
+            server = Server(build_app(worker, admin_digests))
+            serving = asyncio.create_task(server.serve([listener]))
+            log.info("worker %s: wire %s, http %s", worker_id, places[0].wire.advertised, http_url)
+            try:
+                return await worker.run()
+            finally:
+                server.should_exit = True
+                await serving
+
+        return asyncio.run(main())
+
+
+def check_security(config: WorkerConfig) -> KeyPair | None:
+    """Return the worker's keys. Raises ConfigError for files that cannot be used, and for an open door."""
+    if config.wire_key_file is not None:
+        if config.wire_clients_file is not None:
+            read_clients(Path(config.wire_clients_file))
+        return KeyPair.read(Path(config.wire_key_file))
+    if config.wire_clients_file is not None:
+        raise ConfigError("--wire-clients-file needs --wire-key-file.", hint="Make one with `headrace keys pair FILE`.")
+    for address in (config.listen, config.events_listen):
+        if address is not None and is_reachable_from_outside(address) and not config.insecure:
+            raise ConfigError(
+                f"{address} can be reached from other machines, and nothing would ask who connects.",
+                hint="Give --wire-key-file and --wire-clients-file (`headrace keys pair FILE`), or --insecure.",
+            )
+    return None
+
+
+class Worker:
+    """The ranks of one worker, from their start to their end. Lives for one `run()`."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        worker_id: str,
+        places: Sequence[RankPlaces],
+        http_url: str,
+        keys: KeyPair | None,
+        registry: Registry | None,
+        core_module: str,
+    ) -> None:
+        self._config = config
+        self._worker_id = worker_id
+        self._incarnation = uuid.uuid4().hex
+        self._http_url = http_url
+        self._public_key = None if keys is None else keys.public
+        self._registry = registry
+        self._changed = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._signals: list[int] = []
+        self._info: EngineInfo | None = None
+        self.ranks = [
+            Rank(number, place, config, keys, core_module, self._changed.set) for number, place in enumerate(places)
+        ]
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        for rank in self.ranks:
+            rank.open()
+        announcing = asyncio.create_task(self._announce())
+        announcing.add_done_callback(_tell_failure)
+        cores = [asyncio.create_task(rank.child.keep_running()) for rank in self.ranks]
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({stop, *cores}, return_when=asyncio.FIRST_COMPLETED)
+            failed = [rank for rank, core in zip(self.ranks, cores, strict=True) if core.done()]
+            failure = await failure_of(failed[0].engine) if failed and not self._stop.is_set() else None
+            self._begin_stop()
+            # The cores drain themselves: each ends when nothing runs there any more, or when its time is over.
+            grace_s = STOP_GRACE_S + (0 if failure else self._config.drain_timeout_s)
+            await stop_children([rank.child for rank in self.ranks], cores, grace_s)
+        finally:
+            for rank in self.ranks:
+                rank.child.stop(signal.SIGKILL)
+            ended = await asyncio.gather(*cores, return_exceptions=True)
+            stop.cancel()
+            await self._withdraw(announcing)
+            for rank in self.ranks:
+                rank.close()
+        for result in ended:
+            if isinstance(result, BaseException):
+                raise result
+        if failure is not None:
+            raise failure
+        return 128 + self._signals[-1] if len(self._signals) > 1 else 0
+
+    # --- what others see ----------------------------------------------------------------------------------------------
+
+    @property
+    def record(self) -> WorkerRecord:
+        self._info = next((info for rank in self.ranks if (info := rank.engine.state().info)), self._info)
+        state = state_of(
+            [rank.is_ready for rank in self.ranks],
+            [rank.is_draining for rank in self.ranks],
+            is_stopping=self._stop.is_set(),
+        )
+        return make_record(
+            self._config,
+            self._worker_id,
+            self._incarnation,
+            state,
+            [rank.address for rank in self.ranks],
+            info=self._info,
+            http_url=self._http_url,
+            public_key=self._public_key,
+        )
+
+    def service_state(self) -> ServiceState:
+        match self.record.state:
+            case "ready":
+                return ServiceState("ready")
+            case "draining":
+                return ServiceState("draining")
+        progress = max(rank.engine.state().progress for rank in self.ranks)
+        return ServiceState("loading" if self._info is None else "restarting", progress=progress)
+
+    async def drain(self) -> None:
+        """Take nothing new, and go on running what runs. There is no way back but a restart."""
+        for rank in self.ranks:
+            await rank.drain()
+        self._changed.set()
+
+    # --- the registry -------------------------------------------------------------------------------------------------
+
+    async def _announce(self) -> None:
+        announced: WorkerRecord | None = None
+        announcement: Announcement | None = None
+        try:
+            while True:
+                self._changed.clear()
+                record = self.record
+                if record != announced:
+                    self._tell(announced, record)
+                    announced = record
+                    if announcement is not None:
+                        await announcement.update(record)
+                    elif self._registry is not None:
+                        announcement = await self._registry.announce(record)
+                await self._changed.wait()
+        finally:
+            if announcement is not None:
+                await announcement.close()
+
+    def _tell(self, before: WorkerRecord | None, record: WorkerRecord) -> None:
+        if before is None or before.state != record.state:
+            log.info("worker %s is %s", record.worker_id, record.state)
+
+    async def _withdraw(self, announcing: asyncio.Task[None]) -> None:
+        """Take the record back, if its registry can be reached."""
+        announcing.cancel()
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await asyncio.wait({announcing})
+                if self._registry is not None:
+                    await self._registry.close()
+        except TimeoutError:
+            log.warning("the registry does not answer: the record of this worker runs out by itself")
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _begin_stop(self) -> None:
+        self._stop.set()
+        self._changed.set()
+
+    def _on_signal(self, signum: int) -> None:
+        self._signals.append(signum)
+        if len(self._signals) == 1:
+            log.info("draining: running requests may take %g s more", self._config.drain_timeout_s)
+            self._begin_stop()
+            return
+        for rank in self.ranks:
+            rank.child.stop(signal.SIGKILL)
+
+
+def _tell_failure(announcing: asyncio.Task[None]) -> None:
+    if not announcing.cancelled() and (error := announcing.exception()) is not None:
+        log.error("this worker is announced no longer: %r", error)
