@@ -29,6 +29,7 @@ FLAGS = ("--port=0", "--dtype=float32", "--numerics=invariant", "--max-model-len
 READY_LIMIT_S = 240.0
 """Fetching the packaged model, the first time on a machine, is part of it."""
 
+ABORT_LIMIT_S = 120.0
 EXIT_LIMIT_S = 60
 
 
@@ -48,7 +49,11 @@ class Server:
 
     async def wait_aborts(self, count: int) -> None:
         """Return when that many have been aborted in all and nothing runs any more."""
-        await until(lambda: self.aborts() == count and not self._load()["running"], "cancelled requests are aborted")
+
+        def are_over() -> bool:
+            return self.aborts() == count and not self._load()["running"]
+
+        await until(are_over, "cancelled requests are aborted", limit_s=ABORT_LIMIT_S)
 
     def _load(self) -> dict[str, object]:
         with urllib.request.urlopen(f"{self.url}/load", timeout=30) as answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -103,13 +104,11 @@ def test_refusals_are_told_in_one_line(llm: Run) -> None:
     assert "context length" in llm(*CHAT, "word " * 3000, code=1).stderr
 
 
-async def test_a_stream_that_is_interrupted_is_aborted(server: Server, environment: dict[str, str]) -> None:
+def test_a_stream_that_is_interrupted_is_aborted(server: Server, environment: dict[str, str]) -> None:
     before = server.aborts()
-    without_end = ("-o", "logit_bias", json.dumps({END_TOKEN: -100}))
-    story = ("-m", "headrace", *without_end, "Tell me a story.")
-    with subprocess.Popen(
-        [COMMAND, *story], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    endless = ("-o", "logit_bias", json.dumps({END_TOKEN: -100}))
+    command = [COMMAND, "-m", "headrace", *endless, "Tell me a story."]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.read(1)
@@ -117,4 +116,4 @@ async def test_a_stream_that_is_interrupted_is_aborted(server: Server, environme
             process.wait(LIMIT_S)
         finally:
             process.kill()
-    await server.wait_aborts(before + 1)
+    asyncio.run(server.wait_aborts(before + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ CANCELLED = 2
 """Streams that the script leaves before their end."""
 
 
-async def test_the_client_for_javascript(server: Server) -> None:
+def test_the_client_for_javascript(server: Server) -> None:
     before = server.aborts()
     run = subprocess.run(
         ["node", "--test", "--test-reporter=spec", str(SCRIPT)],
@@ -27,4 +28,4 @@ async def test_the_client_for_javascript(server: Server) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout
-    await server.wait_aborts(before + CANCELLED)
+    asyncio.run(server.wait_aborts(before + CANCELLED))
