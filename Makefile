@@ -20,14 +20,14 @@ HARNESS := .cache/lm-eval
 .PHONY: help install serve test test-clients lint soak bench lm-eval clean
 
 help:
-	@echo "make install   create $(VENV) and install headrace into it, with what the tests need"
-	@echo "make serve     install, then start the server:  make serve ARGS='--port 9000'"
-	@echo "make test      install, then check format, lint, types and imports, and run the tests"
+	@echo "make install       create $(VENV) and install headrace into it, with what the tests need"
+	@echo "make serve         install, then start the server:  make serve ARGS='--port 9000'"
+	@echo "make test          install, then check format, lint, types and imports, and run the tests"
 	@echo "make test-clients  install, then run clients that others wrote against the server (needs Node 20 and npm)"
-	@echo "make soak      install, then the long tests"
-	@echo "make bench     install, then the benchmarks"
-	@echo "make lm-eval   install, then compare lm-eval's figures through the API with those of transformers"
-	@echo "make clean     remove $(VENV) and what else was installed here"
+	@echo "make soak          install, then the long tests"
+	@echo "make bench         install, then the benchmarks"
+	@echo "make lm-eval       install, then compare lm-eval's figures through the API with those of transformers"
+	@echo "make clean         remove $(VENV) and what else was installed here"
 
 install: $(STAMP)
 
