@@ -9,6 +9,9 @@ import pytest
 
 from server.settings import SETTINGS
 
+collect_ignore = ["clients"]
+"""They run in an environment of their own: `make test-clients`."""
+
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
