@@ -1,4 +1,5 @@
-"""Compiles grammars in threads of its own and keeps the last ones. Knows no requests and no event loop.
+"""Compiles grammars in threads of its own and keeps the last ones; others make masks. Knows no requests and no event
+loop.
 
 The library lets go of the interpreter's lock while it compiles. A thread cannot be stopped, so the time limit is for
 whoever waits; the library's own limits end the work soon after.
@@ -9,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from engine.errors import PressureError
-from engine.grammar.base import Backend, CompiledGrammar, Vocabulary
+from engine.grammar.base import Backend, CompiledGrammar, Matcher, Vocabulary
+from engine.grammar.masks import MaskThreads, PendingMasks
 from engine.grammar.registry import DEFAULT, open_backend
 from engine.protocol import Grammar
 
@@ -35,6 +37,7 @@ class GrammarPool:
         self._opening = threading.Lock()
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
+        self._masks = MaskThreads()
         self._queued = 0
         self._grammars: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
 
@@ -59,7 +62,12 @@ class GrammarPool:
         future.add_done_callback(lambda done: self._ended(key, done))
         return future
 
+    def masks(self, matchers: Sequence[Matcher]) -> PendingMasks:
+        """Begin to make the masks of these matchers."""
+        return self._masks.start(matchers)
+
     def close(self) -> None:
+        self._masks.close()
         with self._lock:
             executor, self._executor = self._executor, None
         if executor is not None:  # without the lock, which what it cancels asks for
