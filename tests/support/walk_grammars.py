@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 
 from engine.grammar.base import GrammarError, mask_bytes
 from engine.protocol import Grammar
@@ -21,8 +22,8 @@ class Walk:
         self._vocab_size = vocab_size
         self.error: str | None = None
 
-    def allowed(self) -> set[int]:
-        return {token for token in range(self._vocab_size) if hash((self._state, token)) % 3 == 0}
+    def allowed(self) -> frozenset[int]:
+        return _allowed(self._state, self._vocab_size)
 
     def advance(self, token_id: int) -> bool:
         if token_id not in self.allowed():
@@ -32,8 +33,13 @@ class Walk:
         return self._state % 12 == 0
 
     def mask(self) -> bytes:
-        allowed = set() if self.error else self.allowed()
+        allowed = frozenset() if self.error else self.allowed()
         return sum(1 << token for token in allowed).to_bytes(mask_bytes(self._vocab_size), "little")
+
+
+@lru_cache(1 << 16)
+def _allowed(state: int, vocab_size: int) -> frozenset[int]:
+    return frozenset(token for token in range(vocab_size) if hash((state, token)) % 3 == 0)
 
 
 class WalkGrammar:
