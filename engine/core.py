@@ -213,6 +213,11 @@ class EngineCore:
         grammars: a loop should pause for a moment instead of spinning."""
         return self._made_progress
 
+    @property
+    def compiling(self) -> int:
+        """Requests that wait for their grammar."""
+        return len(self._compiling)
+
     def _take_compiled(self) -> int:
         """Let requests go on whose grammars are there; return how many wait no longer. Nobody waits here."""
         now_s, waiting = self._clock(), self._compiling

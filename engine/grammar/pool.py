@@ -38,13 +38,14 @@ class GrammarPool:
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._masks = MaskThreads()
+        self._closed = False
         self._queued = 0
         self._grammars: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
 
     def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """Return the grammar's future, which several may share. It fails with RequestError for a bad source.
 
-        Raises PressureError when too many wait.
+        Raises PressureError when too many wait, RuntimeError after close().
         """
         key = hashlib.sha256(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
         with self._lock:
@@ -52,6 +53,8 @@ class GrammarPool:
             if known is not None:
                 self._grammars.move_to_end(key)
                 return known
+            if self._closed:
+                raise RuntimeError("this grammar pool is closed")
             if self._queued >= MAX_QUEUED:
                 raise PressureError("too many grammars wait to be compiled")
             self._queued += 1
@@ -69,6 +72,7 @@ class GrammarPool:
     def close(self) -> None:
         self._masks.close()
         with self._lock:
+            self._closed = True
             executor, self._executor = self._executor, None
         if executor is not None:  # without the lock, which what it cancels asks for
             executor.shutdown(wait=False, cancel_futures=True)

@@ -19,7 +19,7 @@ class RowMasks:
 
 
 class TokenMasks:
-    """Holds the bits of a word on the device. The numbers that come with a step are there already."""
+    """Holds the bits of a word on the device. The numbers that come with a step are on it already."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -27,7 +27,7 @@ class TokenMasks:
         self._bits = torch.from_numpy(bits).to(device)
 
     def apply(self, logits: Tensor, rows: Tensor, words: Tensor) -> None:
-        """Make -inf, in place, what the masks of `rows` (int64, ascending) do not allow; `words` int32 [rows, words]."""
+        """Make -inf, in place, what the masks of `rows` (int64, ascending) do not allow; `words` are RowMasks'."""
         forbidden = (words.unsqueeze(-1) & self._bits).eq(0).flatten(1)[:, : self._vocab_size]
         if len(rows) == len(logits):
             logits.masked_fill_(forbidden, -torch.inf)

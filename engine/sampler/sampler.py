@@ -185,7 +185,7 @@ class Sampler:
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         failed = torch.empty(len(slots), dtype=torch.bool, device=self._device)
         others = np.setdiff1d(np.arange(len(slots)), edited)
-        to_send = [others, edited]
+        to_send: list[NDArray[Any]] = [others, edited]
         if masks is not None:
             to_send += [np.searchsorted(edited, masks.rows), masks.words]
         others_at, edited_at, *masks_there = self._send(*to_send)
