@@ -306,12 +306,11 @@ REPLAY: list[tuple[str, tuple[str, Any], int, str | None]] = [
     ("long chain of references", C(guided_json={"$ref": "#/$defs/d0", "$defs": {
         **{f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(2500)}, "d2500": {}}}), 200, None),
     ("an enum of thousands", C(guided_json={"enum": list(range(18_000))}), 200, None),
-    ("hundreds of properties", C(guided_json={"properties": {f"p{i}": {"type": "null"} for i in range(800)}}), 200, None),
+    ("hundreds of members", C(guided_json={"properties": {f"p{i}": {"type": "null"} for i in range(800)}}), 200, None),
     ("repetitions of repetitions", T(guided_regex="((a{1,100}){1,100}){1,100}"), 200, None),
     ("backtracking without end elsewhere", T(guided_regex="(a+)+b(x+x+)+y"), 200, None),
     ("an automaton of a million states", T(guided_regex="(a|b)*a(a|b){20}"), 200, None),
     ("a pattern as bad", C(guided_json={"type": "string", "pattern": "^((a|b)*a(a|b){20}){3}$"}), 200, None),
-    ("a regex of too many characters", T(guided_regex="a{1000000000}"), 400, "guided_regex"),
     ("remainders of a large prime", C(guided_json={"type": "integer", "multipleOf": 9_999_991}), 400, "guided_json"),
     ("remainders of two primes", C(guided_json={"allOf": [{"multipleOf": 4093}, {"multipleOf": 4091}]}), 400,
      "guided_json"),
