@@ -103,6 +103,26 @@ def test_a_wrong_token_fails_and_then_nothing_is_allowed(pool: GrammarPool) -> N
         start(pool, "regex", "ab", "x")
 
 
+def test_masks_made_together_come_in_the_order_of_their_matchers(pool: GrammarPool) -> None:
+    outputs = ["", "[", "[1", "[1,", "[1,2", "[1,2]"] * 10  # more than one task
+    schema = '{"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2}'
+    matchers = [start(pool, "json_schema", schema, output) for output in outputs]
+    matchers.append(start(pool, "regex", "ab"))
+    with pytest.raises(GrammarError):
+        matchers[-1].advance(*ids_of("x"))
+    masks = pool.masks(matchers).join()
+    assert masks == b"".join(matcher.mask() for matcher in matchers)
+    assert len(masks) == len(matchers) * mask_bytes(VOCAB_SIZE)
+    assert pool.masks([]).join() == b""
+
+
+def test_a_closed_pool_takes_nothing() -> None:
+    with grammar_pool() as pool:
+        assert allowed(start(pool, "regex", "a").mask()) == {"a"}
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(Grammar("regex", "b"))
+
+
 def test_white_space_in_json_is_bounded(pool: GrammarPool) -> None:
     assert " " in allowed(start(pool, "json_object", "", "{").mask())
     assert " " not in allowed(start(pool, "json_object", "", "{ ").mask())
