@@ -199,6 +199,17 @@ BAD_CALLS = {
     "sampling[0]": [{"sampling": [{"temperature": 0}]}],
     "sampling[1].min_p": [{"prompts": ["a", "b"], "sampling": [GREEDY, SamplingParams(min_p=2.0)]}],
     "stop": [{"stop": [""]}, {"stop": [1]}, {"stop": ""}],
+    "grammar": [
+        {"grammar": "[a-z]+"},
+        {"grammar": {"type": "object"}},
+        {"grammar": [None, None]},
+        {"grammar": Grammar("regex", "(")},
+        {"grammar": Grammar("regex", "a" * 200_000)},
+        {"grammar": Grammar.of_schema({"type": "nothing"})},
+        {"grammar": Grammar.of_choices([])},
+    ],
+    "grammar[0]": [{"grammar": ["[a-z]+"]}],
+    "grammar[1]": [{"prompts": ["a", "b"], "grammar": [Grammar("json_object"), Grammar("json_schema", "{")]}],
 }
 
 
