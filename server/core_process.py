@@ -88,8 +88,8 @@ def _nothing() -> None:
 
 
 class LoadedEngine(msgspec.Struct, frozen=True):
-    """`assets` are the bytes of `info.text` by digest. `event_log` is the core's, where it has one. `close` ends what the
-    core was given, after its last step."""
+    """`assets` are the bytes of `info.text` by digest. `event_log` is the core's, where it has one. `close` ends what
+    the core was given, after its last step."""
 
     core: SteppedCore
     info: EngineInfo
