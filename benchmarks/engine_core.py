@@ -39,6 +39,9 @@ class NullRunner:
     def launch(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 
+    def choose(self, masks: bytes) -> None:
+        raise AssertionError("no plan of this benchmark has masks")
+
     def collect(self, *, block: bool) -> Sequence[StepResult]:
         if not block:
             return ()

@@ -1,131 +1,189 @@
-"""What grammars cost: compiling a schema, a mask, a mask in the sampler; and whether a real model's outputs validate.
+"""Structured outputs with a real model: do they end, do they validate, and what do they cost.
 
-    python -m benchmarks.grammar [--schemas 30] [--model smollm2]
+    python -m benchmarks.grammar [--schemas 300] [--pairs 60] [--model smollm2]
 
-Needs the test extra (jsonschema). Prints a JSON object; times are medians unless their names say otherwise.
+1. Generated schemas (tests/support/random_schemas.py), each once, at temperature 1, `--running` at a time: every output
+   that ends by itself must validate, and at least 90 % must.
+2. The same outputs again, token by token: what a mask costs, and what the sampler pays to apply one.
+3. A server: time to the first token of requests with a schema that it has never seen, and without any, in turn.
+
+Prints a JSON object and ends with 1 when a bar is missed. Needs the test extra.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
+import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
+import httpx
 import jsonschema
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.grammar.assets import pool_for
+from engine import LLM, Grammar, SamplingParams
+from engine.completion import Completion
+from engine.grammar.base import Vocabulary
 from engine.grammar.pool import GrammarPool
-from engine.protocol import GenerateRequest, Grammar, SamplingParams
-from engine.runner.build import build_engine
 from engine.sampler.masks import TokenMasks
-from engine.text.tokenizer import TextCodec
+from tests.support.headrace_server import headrace
 from tests.support.random_schemas import Schema, random_schema
 
-PROMPT = "<|im_start|>user\nGive me a JSON object.<|im_end|>\n<|im_start|>assistant\n"
+MESSAGES = [{"role": "user", "content": "Give me a JSON object."}]
+MIN_FINISHED = 0.9
+MAX_MASK_US = 100
+MAX_TTFT_MS = 50
 
 
 def main() -> None:
+    options = _options()
+    rng = random.Random(options.seed)
+    figures: dict[str, float] = {}
+    bars: dict[str, bool] = {}
+    if options.schemas:
+        _conformance([random_schema(rng) for _ in range(options.schemas)], options, figures, bars)
+    if options.pairs:
+        schemas = [random_schema(rng) for _ in range(options.pairs)]
+        figures |= asyncio.run(_ttft(options.model, schemas))
+        bars[f"a new schema adds under {MAX_TTFT_MS} ms to the first token"] = figures["ttft_added_ms"] < MAX_TTFT_MS
+    rounded = {name: round(value, 2) for name, value in figures.items()}
+    print(json.dumps({"figures": rounded, "bars": bars}, indent=1))
+    sys.exit(not all(bars.values()))
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--schemas", type=int, default=30)
+    parser.add_argument("--schemas", type=int, default=300, help="0 leaves parts 1 and 2 out")
+    parser.add_argument("--pairs", type=int, default=60, help="0 leaves part 3 out")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--max-tokens", type=int, default=200)
-    arguments = parser.parse_args()
-    rng = random.Random(7)
-    schemas = [random_schema(rng) for _ in range(arguments.schemas)]
-    config = EngineConfig(model=arguments.model, max_model_len=1024, max_running=8)
-    info, runner, num_blocks, assets = build_engine(config, lambda fraction, phase: None)
-    codec = TextCodec.from_assets(info.text, assets, vocab_size=info.vocab_size)
-    pool = pool_for(info, assets)
-    started_s = time.perf_counter()
-    pool.submit(Grammar("regex", "a")).result()
-    figures: dict[str, object] = {"vocabulary": info.vocab_size, "first_grammar_ms": _ms_since(started_s)}
-    figures["compile_ms"] = statistics.median(_compile_times_ms(pool, schemas))
-    core = EngineCore(info, config, runner, num_blocks, grammars=pool)
-    texts = _outputs(core, codec, schemas, arguments.max_tokens)
-    finished = [(schema, ids) for schema, (reason, ids) in zip(schemas, texts, strict=True) if reason == "stop"]
-    valid = sum(_validates(codec.decode(ids), schema) for schema, ids in finished)
-    masks_us = [us for schema, (_, ids) in zip(schemas, texts, strict=True) for us in _mask_times_us(pool, schema, ids)]
-    figures |= {
-        "schemas": len(schemas),
-        "finished": len(finished),
-        "valid_of_finished": valid,
+    parser.add_argument("--running", type=int, default=48)
+    parser.add_argument("--max-tokens", type=int, default=384)
+    parser.add_argument("--seed", type=int, default=7)
+    return parser.parse_args()
+
+
+def _conformance(
+    schemas: Sequence[Schema], options: argparse.Namespace, figures: dict[str, float], bars: dict[str, bool]
+) -> None:
+    grammars = [Grammar.of_schema(schema) for schema in schemas]
+    samplings = [
+        SamplingParams(temperature=1.0, seed=index, max_tokens=options.max_tokens) for index in range(len(schemas))
+    ]
+    with LLM(options.model, max_model_len=1024, max_running=options.running) as llm:
+        started_s = time.perf_counter()
+        outputs = llm.chat([MESSAGES] * len(schemas), samplings, grammar=grammars)
+        seconds = time.perf_counter() - started_s
+        vocabulary = Vocabulary.of(llm.codec, llm.info.vocab_size, llm.info.eos_ids)
+    reasons = Counter(output.finish_reason for output in outputs)
+    invalid = [output.text for output, schema in zip(outputs, schemas, strict=True) if _is_wrong(output, schema)]
+    tokens = sum(output.usage.completion_tokens for output in outputs)
+    figures |= {"schemas": len(schemas), "finished": reasons["stop"], "invalid": len(invalid)}
+    figures |= {"output_tokens": tokens, "tokens_per_s": tokens / seconds}
+    for text in invalid:
+        print("invalid:", text, file=sys.stderr)
+    for output, schema in zip(outputs, schemas, strict=True):
+        if output.finish_reason != "stop":
+            print(output.finish_reason, output.error, json.dumps(schema), output.text[-120:], file=sys.stderr)
+    figures |= _mask_costs(vocabulary, grammars, outputs) | _apply_costs(len(vocabulary.tokens), options.running)
+    bars["every finished output validates"] = not invalid
+    bars[f"{MIN_FINISHED:.0%} finish"] = reasons["stop"] >= MIN_FINISHED * len(schemas)
+    bars[f"a mask costs under {MAX_MASK_US} us"] = figures["mask_us"] + figures["apply_us"] < MAX_MASK_US
+
+
+def _is_wrong(output: Completion, schema: Schema) -> bool:
+    if output.finish_reason != "stop":
+        return False
+    try:
+        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+        jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(output.text))
+    except (ValueError, jsonschema.ValidationError):
+        return True
+    return False
+
+
+def _mask_costs(vocabulary: Vocabulary, grammars: Sequence[Grammar], outputs: Sequence[Completion]) -> dict[str, float]:
+    """Each token's mask and the step to the next, microseconds, in one thread."""
+    pool = GrammarPool(lambda: vocabulary)
+    compile_ms, masks_us = [], []
+    try:
+        started_s = time.perf_counter()
+        pool.submit(Grammar("regex", "a")).result()
+        first_ms = 1e3 * (time.perf_counter() - started_s)
+        for grammar, output in zip(grammars, outputs, strict=True):
+            started_s = time.perf_counter()
+            matcher = pool.submit(grammar).result().start(())
+            compile_ms.append(1e3 * (time.perf_counter() - started_s))
+            for token_id in output.token_ids:
+                started_s = time.perf_counter()
+                matcher.mask()
+                if token_id not in vocabulary.eos_ids:
+                    matcher.advance(token_id)
+                masks_us.append(1e6 * (time.perf_counter() - started_s))
+    finally:
+        pool.close()
+    masks_us.sort()
+    return {
+        "first_grammar_ms": first_ms,
+        "compile_ms": statistics.median(compile_ms),
         "mask_us": statistics.median(masks_us),
-        "mask_p99_us": sorted(masks_us)[int(0.99 * len(masks_us))],
-        "apply_us_per_row": _apply_us(info.vocab_size),
+        "mask_mean_us": statistics.fmean(masks_us),
+        "mask_p99_us": masks_us[int(0.99 * len(masks_us))],
     }
-    print(json.dumps({name: round(v, 2) if isinstance(v, float) else v for name, v in figures.items()}, indent=1))
-    pool.close()
-    runner.close()
 
 
-def _compile_times_ms(pool: GrammarPool, schemas: Sequence[Schema]) -> list[float]:
-    times = []
-    for schema in schemas:
-        started_s = time.perf_counter()
-        pool.submit(Grammar("json_schema", json.dumps(schema))).result()
-        times.append(_ms_since(started_s))
-    return times
-
-
-def _outputs(
-    core: EngineCore, codec: TextCodec, schemas: Sequence[Schema], max_tokens: int
-) -> list[tuple[str, list[int]]]:
-    """Return why each output ended, and its tokens."""
-    prompt_ids = codec.encode(PROMPT, parse_special=True)
-    tokens: list[list[int]] = [[] for _ in schemas]
-    reasons = [""] * len(schemas)
-    for index, schema in enumerate(schemas):
-        sampling = SamplingParams(temperature=1.0, seed=index, max_tokens=max_tokens)
-        grammar = Grammar("json_schema", json.dumps(schema))
-        core.submit(GenerateRequest(request_id=str(index), prompt_ids=prompt_ids, sampling=sampling, grammar=grammar))
-    while core.has_work:
-        for output in core.step():
-            tokens[int(output.request_id)] += output.token_ids
-            reasons[int(output.request_id)] = output.finish_reason or ""
-    return list(zip(reasons, tokens, strict=True))
-
-
-def _mask_times_us(pool: GrammarPool, schema: Schema, ids: Sequence[int]) -> list[float]:
-    """A token's mask and the step to the next."""
-    matcher = pool.submit(Grammar("json_schema", json.dumps(schema))).result().start(())
-    times = []
-    for token_id in ids:
-        started_s = time.perf_counter()
-        matcher.mask()
-        matcher.advance(token_id)
-        times.append(1e6 * (time.perf_counter() - started_s))
-    return times
-
-
-def _apply_us(vocab_size: int, rows: int = 8, repeats: int = 50) -> float:
+def _apply_costs(vocab_size: int, rows: int, repeats: int = 100) -> dict[str, float]:
+    """What the sampler pays per row on the CPU to apply a mask, microseconds."""
     masks = TokenMasks(vocab_size, torch.device("cpu"))
     logits = torch.randn(rows, vocab_size)
     words = np.random.default_rng(0).integers(-(2**31), 2**31, (rows, -(-vocab_size // 32)), dtype=np.int32)
+    there = torch.arange(rows), torch.from_numpy(words)
     times = []
     for _ in range(repeats):
         started_s = time.perf_counter()
-        masks.apply(logits, np.arange(rows), words)
+        masks.apply(logits, *there)
         times.append(1e6 * (time.perf_counter() - started_s) / rows)
-    return statistics.median(times)
+    return {"apply_us": statistics.median(times)}
 
 
-def _validates(text: str, schema: Schema) -> bool:
-    try:
-        jsonschema.validate(json.loads(text), schema)
-    except (ValueError, jsonschema.ValidationError):
-        return False
-    return True
+async def _ttft(model: str, schemas: Sequence[Schema]) -> dict[str, float]:
+    """Time to the first token over HTTP, with a new schema and without, in turn, one request at a time."""
+    with tempfile.TemporaryDirectory(prefix="hr-") as directory, headrace(Path(directory), model) as server:
+        await server.wait_ready()
+        async with await server.client() as client:
+            body = {"model": server.model, "messages": MESSAGES, "stream": True, "max_tokens": 4}
+            first_ms = await _first_token_ms(client, body | {"response_format": {"type": "json_object"}})
+            plain, constrained = [], []
+            for schema in schemas:
+                wanted = {"type": "json_schema", "json_schema": {"name": "new", "schema": schema}}
+                plain.append(await _first_token_ms(client, body))
+                constrained.append(await _first_token_ms(client, body | {"response_format": wanted}))
+    return {
+        "pairs": len(schemas),
+        "ttft_first_grammar_ms": first_ms,
+        "ttft_ms": statistics.median(plain),
+        "ttft_new_schema_ms": statistics.median(constrained),
+        "ttft_added_ms": statistics.median(constrained) - statistics.median(plain),
+    }
 
 
-def _ms_since(started_s: float) -> float:
-    return 1e3 * (time.perf_counter() - started_s)
+async def _first_token_ms(client: httpx.AsyncClient, body: dict[str, object]) -> float:
+    started_s = time.perf_counter()
+    first_s = None
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if first_s is None and '"content":"' in line and '"content":""' not in line:
+                first_s = time.perf_counter()
+    if first_s is None:
+        raise SystemExit(f"no token came: {response.status_code}")
+    return 1e3 * (first_s - started_s)
 
 
 if __name__ == "__main__":

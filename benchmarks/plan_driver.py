@@ -19,6 +19,7 @@ from engine.plan import NewSlot, Row, RowResult, StepPlan
 from engine.protocol import KVGroupSpec, SamplingParams
 from engine.runner.kv_cache import KVCache
 from engine.runner.runner import TorchRunner
+from engine.sampler.masks import RowMasks
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
@@ -123,25 +124,36 @@ class PlanDriver:
         self._free_slots.append(sequence.slot)
         self._freed_slots.append(sequence.slot)
 
-    def step(self, wanted: Sequence[tuple[DrivenSequence, int]], *, on_device: bool = False) -> list[RowResult]:
+    def step(
+        self, wanted: Sequence[tuple[DrivenSequence, int]], *, on_device: bool = False, masks: RowMasks | None = None
+    ) -> list[RowResult]:
         """Compute the next `count` tokens of each sequence; one that reaches its end samples and grows by the token.
 
-        With `on_device` rows of one token are decode rows whose token the runner has itself.
+        With `on_device` rows of one token are decode rows whose token the runner has itself. `masks` are for some of
+        the rows, which sample.
         """
-        self.launch(wanted, on_device=on_device)
+        self.launch(wanted, on_device=on_device, masks=masks)
         (result,) = self.runner.collect(block=True)
         for (sequence, _), row in zip(wanted, result.rows, strict=True):
             sequence.tokens += row.token_ids
         return list(result.rows)
 
-    def launch(self, wanted: Sequence[tuple[DrivenSequence, int]], *, on_device: bool = False) -> None:
+    def launch(
+        self, wanted: Sequence[tuple[DrivenSequence, int]], *, on_device: bool = False, masks: RowMasks | None = None
+    ) -> None:
         """Send a step without waiting. Several in flight need `on_device`, and their tokens come with `collect`."""
         new_slots = tuple(setup for sequence, _ in wanted for setup in sequence.setup)
-        rows = tuple(self._row(sequence, count, on_device) for sequence, count in wanted)
-        plan = StepPlan(self._step, rows, new_slots, tuple(self._freed_slots))
+        grammar_rows = {} if masks is None else {row: place for place, row in enumerate(masks.rows)}
+        rows = tuple(
+            self._row(sequence, count, on_device, grammar_rows.get(index))
+            for index, (sequence, count) in enumerate(wanted)
+        )
+        plan = StepPlan(self._step, rows, new_slots, tuple(self._freed_slots), len(grammar_rows))
         self._step += 1
         self._freed_slots = []
         self.runner.launch(plan)
+        if masks is not None:
+            self.runner.choose(masks.words.tobytes())
 
     def prefill(self, sequence: DrivenSequence, chunk: int) -> RowResult:
         """Compute the rest of a sequence in chunks; return the last row's result."""
@@ -160,7 +172,7 @@ class PlanDriver:
         self.close(sequence)
         return self.tap.take()
 
-    def _row(self, sequence: DrivenSequence, count: int, on_device: bool) -> Row:
+    def _row(self, sequence: DrivenSequence, count: int, on_device: bool, grammar_row: int | None) -> Row:
         start, end = sequence.computed, sequence.computed + count
         while len(sequence.blocks) * self.block_size < end:
             sequence.blocks.append(self._free_blocks.pop())
@@ -174,6 +186,7 @@ class PlanDriver:
             new_blocks=(new_blocks,) * self._groups,
             token_ids=None if on_device and count == 1 else tuple(known),
             write_start=sequence.write_start if sequence.write_start > start else 0,
+            grammar_row=grammar_row,
             next_id=sequence.tokens[end] if end < len(sequence.tokens) else None,
         )
         sequence.sent_blocks = len(sequence.blocks)

@@ -28,7 +28,7 @@ from engine.grammar.base import CompiledGrammar, GrammarError
 from engine.grammar.pool import TIME_LIMIT_S, GrammarPool
 from engine.kv.event_log import KVEventLog
 from engine.kv.groups import KVGroups
-from engine.plan import Row, RowResult, Runner, StepResult
+from engine.plan import Row, RowResult, Runner, StepPlan, StepResult
 from engine.protocol import (
     EngineInfo,
     EngineLoad,
@@ -191,7 +191,9 @@ class EngineCore:
         compiled = self._take_compiled() if self._compiling else 0
         loaded = self.scheduler.poll_port()
         plan = self.scheduler.schedule(self._clock())
-        if plan is not None:
+        if plan is not None and plan.num_masks:
+            self._launch_constrained(plan)
+        elif plan is not None:
             self._runner.launch(plan)
         results = self._collect(launched=plan is not None)
         for result in results:
@@ -210,6 +212,11 @@ class EngineCore:
         """Whether the last step() launched, collected or loaded anything. If not, all wait for the KV port or for their
         grammars: a loop should pause for a moment instead of spinning."""
         return self._made_progress
+
+    @property
+    def compiling(self) -> int:
+        """Requests that wait for their grammar."""
+        return len(self._compiling)
 
     def _take_compiled(self) -> int:
         """Let requests go on whose grammars are there; return how many wait no longer. Nobody waits here."""
@@ -240,6 +247,27 @@ class EngineCore:
         else:
             request.state = RequestState.WAITING
             self.scheduler.add(request)
+
+    def _launch_constrained(self, plan: StepPlan) -> None:
+        """Launch a step that has masks, and make them beside its forward pass.
+
+        A mask stands behind the token before. Where that is one of a step in flight, it has to come back first; the
+        forward pass, which reads it on the device, does not wait.
+        """
+        assert self._grammars is not None, "submit() refuses grammars without a pool"
+        rows, requests = plan.rows, self.scheduler.ledger.newest.requests
+        constrained = [one for row, one in zip(rows, requests, strict=True) if row.grammar_row is not None]
+        matchers = [one.matcher for one in constrained if one.matcher is not None]
+        known = all(one.pending == 1 for one in constrained)
+        masks = self._grammars.masks(matchers) if known else None
+        self._runner.launch(plan)
+        if masks is None:
+            while len(self.scheduler.ledger) > 1:
+                for result in self._runner.collect(block=True):
+                    self._process(result)
+            # Some may have ended on the way: their rows are overshoot, and any mask will do.
+            masks = self._grammars.masks(matchers)
+        self._runner.choose(masks.join())
 
     def _collect(self, *, launched: bool) -> Sequence[StepResult]:
         """Wait for a result when the runner is full, or when there was nothing to launch."""

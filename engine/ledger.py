@@ -39,6 +39,10 @@ class InFlightLedger:
         """Slots and blocks will come back with the steps in flight."""
         return bool(self._releases)
 
+    @property
+    def newest(self) -> LaunchedStep:
+        return self._steps[-1]
+
     def uses(self, request: Request) -> bool:
         return request.last_step > self._completed_step
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,16 +21,21 @@ from tqdm import tqdm
 from engine.completion import Completion, CompletionRun, Usage
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.errors import ConfigError, EngineDiedError, RequestError, UnsupportedError
+from engine.errors import ConfigError, EngineDiedError, PressureError, RequestError, UnsupportedError
+from engine.grammar.assets import pool_for
+from engine.grammar.pool import TIME_LIMIT_S
 from engine.plan import Runner
-from engine.protocol import EngineInfo, GenerateRequest, SamplingParams
+from engine.protocol import EngineInfo, GenerateRequest, Grammar, SamplingParams
 from engine.text.chat import ChatTemplate, Message
 from engine.text.machine import TextMachine
 from engine.text.stops import StopStrings
 from engine.text.tokenizer import TextCodec
-from engine.validation import validate
+from engine.validation import check_grammar, validate
 
-__all__ = ["LLM", "Completion", "SamplingParams", "Usage"]
+__all__ = ["LLM", "Completion", "Grammar", "SamplingParams", "Usage"]
+
+_COMPILING_WAIT_S = 0.001
+"""How long the loop pauses while all requests wait for grammars."""
 
 _LONG_RUN_S = 2.0
 """A progress bar that nobody asked for appears after this long."""
@@ -53,7 +59,8 @@ class LLM:
         self.codec = TextCodec.from_assets(info.text, assets, vocab_size=info.vocab_size)
         self._template = ChatTemplate.from_assets(info.text, assets)
         self._runner: Runner | None = runner
-        self._core: EngineCore | None = EngineCore(info, config, runner, num_blocks)
+        self._grammars = pool_for(info, assets)
+        self._core: EngineCore | None = EngineCore(info, config, runner, num_blocks, grammars=self._grammars)
         self._max_live = config.max_waiting
         self._numbers = itertools.count()
         self._turn = threading.Lock()
@@ -68,23 +75,26 @@ class LLM:
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
         stop: str | Sequence[str] = (),
         progress: bool | None = None,
     ) -> list[Completion]:
         """Complete raw prompts, each a text or token ids, and return one completion per prompt in their order.
 
-        `sampling` is one for all or one per prompt; None is `default_sampling`. `progress` None shows a bar on a
-        terminal when the run is long. Raises RequestError naming the prompt or the parameter before anything runs.
+        `sampling` is one for all or one per prompt; None is `default_sampling`. `grammar` constrains what is written,
+        again for all or per prompt. `progress` None shows a bar on a terminal when the run is long. Raises RequestError
+        naming the prompt or the parameter before anything runs.
         """
         listed = _listed_prompts(prompts)
         ids = [self._prompt_ids(prompt, f"prompts[{index}]") for index, prompt in enumerate(listed)]
-        return self._complete(ids, "prompts", sampling, stop, progress)
+        return self._complete(ids, "prompts", sampling, grammar, stop, progress)
 
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
         stop: str | Sequence[str] = (),
         progress: bool | None = None,
         template_variables: Mapping[str, object] | None = None,
@@ -94,12 +104,13 @@ class LLM:
             self._conversation_ids(messages, f"conversations[{index}]", template_variables)
             for index, messages in enumerate(_listed_conversations(conversations))
         ]
-        return self._complete(ids, "conversations", sampling, stop, progress)
+        return self._complete(ids, "conversations", sampling, grammar, stop, progress)
 
     def close(self) -> None:
         """Give the model's memory back. A second call does nothing."""
         with self._turn:
             if self._runner is not None:
+                self._grammars.close()
                 self._runner.close()
                 self._runner = self._core = None
 
@@ -145,15 +156,20 @@ class LLM:
         prompts: Sequence[list[int]],
         param: str,
         sampling: SamplingParams | Sequence[SamplingParams] | None,
+        grammar: Grammar | Sequence[Grammar | None] | None,
         stop: str | Sequence[str],
         progress: bool | None,
     ) -> list[Completion]:
         samplings = self._samplings(sampling, len(prompts))
+        grammars = _listed_grammars(grammar, len(prompts))
+        self._check_grammars(grammars, one_for_all=isinstance(grammar, Grammar))
         stops = _stop_strings(stop)
         per_prompt = isinstance(sampling, Sequence)
         runs = []
-        for index, (ids, own) in enumerate(zip(prompts, samplings, strict=True)):
-            request = GenerateRequest(request_id=f"llm-{next(self._numbers)}", prompt_ids=ids, sampling=own)
+        for index, (ids, own, constraint) in enumerate(zip(prompts, samplings, grammars, strict=True)):
+            request = GenerateRequest(
+                request_id=f"llm-{next(self._numbers)}", prompt_ids=ids, sampling=own, grammar=constraint
+            )
             request = _validated(request, self.info, f"{param}[{index}]", f"sampling[{index}]." if per_prompt else "")
             machine = TextMachine(self.codec, stop=stops, min_tokens=request.sampling.min_tokens)
             runs.append(CompletionRun(request, machine))
@@ -178,6 +194,18 @@ class LLM:
                 raise RequestError(f"sampling[{index}] must be SamplingParams", param=f"sampling[{index}]", value=own)
         return listed
 
+    def _check_grammars(self, grammars: Sequence[Grammar | None], *, one_for_all: bool) -> None:
+        """Compile each once, before anything runs."""
+        for one, index in {one: index for index, one in enumerate(grammars) if one is not None}.items():
+            param = "grammar" if one_for_all else f"grammar[{index}]"
+            try:
+                check_grammar(one)
+                self._grammars.submit(one).result(TIME_LIMIT_S)
+            except TimeoutError as error:
+                raise RequestError(f"{param} was not compiled within {TIME_LIMIT_S:g} s", param=param) from error
+            except RequestError as error:
+                raise RequestError(f"{param}: {error}", param=param, code=error.code) from error
+
     def _run(self, runs: Sequence[CompletionRun], bar: tqdm[Never]) -> None:
         """Feed and step the core until every run has its terminal output. An interruption leaves the core empty."""
         core = self._core
@@ -188,13 +216,16 @@ class LLM:
         tokens = 0
         try:
             while waiting or live:
-                while waiting and len(live) < self._max_live:
+                while waiting and len(live) < self._max_live and _accepted(core, waiting[0].request, alone=not live):
                     run = waiting.popleft()
-                    core.submit(run.request)
                     live[run.request.request_id] = run
                 outputs, ended = core.step(), len(live)
                 if not outputs and not core.made_progress:
-                    raise EngineDiedError("the engine makes no progress: an earlier fault has lost one of its steps")
+                    if not core.compiling:
+                        raise EngineDiedError(
+                            "the engine makes no progress: an earlier fault has lost one of its steps"
+                        )
+                    time.sleep(_COMPILING_WAIT_S)
                 for output in outputs:
                     keep_tokens = live[output.request_id].take(output)
                     tokens += len(output.token_ids)
@@ -237,6 +268,31 @@ def _listed_conversations(
     if conversations and isinstance(conversations[0], Mapping):
         return [cast("Sequence[Message]", conversations)]
     return cast("Sequence[Sequence[Message]]", conversations)
+
+
+def _listed_grammars(grammar: Grammar | Sequence[Grammar | None] | None, count: int) -> list[Grammar | None]:
+    if grammar is None or isinstance(grammar, Grammar):
+        return [grammar] * count
+    if isinstance(grammar, str) or not isinstance(grammar, Sequence):
+        raise RequestError("grammar must be a Grammar or a list of them", param="grammar", value=grammar)
+    listed = list(grammar)
+    if len(listed) != count:
+        raise RequestError(f"grammar has {len(listed)} entries for {count} prompts", param="grammar")
+    for index, own in enumerate(listed):
+        if own is not None and not isinstance(own, Grammar):
+            raise RequestError(f"grammar[{index}] must be a Grammar", param=f"grammar[{index}]", value=own)
+    return listed
+
+
+def _accepted(core: EngineCore, request: GenerateRequest, *, alone: bool) -> bool:
+    """Submit a request; return False when too many grammars wait to be compiled already."""
+    try:
+        core.submit(request)
+    except PressureError:
+        if alone:
+            raise
+        return False
+    return True
 
 
 def _stop_strings(stop: str | Sequence[str]) -> StopStrings | None:

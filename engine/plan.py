@@ -45,7 +45,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     `write_start` exists already in a published block: it is computed but written to the null block. With `sample`, the
     logits after the last position are sampled; the new token has position start + count. `next_id` is the prompt token
     at that position, set when the row's slot wants prompt logprobs and the prompt goes on behind the row. `grammar_row`
-    is the row's place in the plan's `masks`: the sampled token is one that its mask allows.
+    is the row's place among the step's masks: the sampled token is one that its mask allows.
     """
 
     slot: int
@@ -61,14 +61,14 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step. Rows are ordered; a slot has at most one row. `masks` are one behind the other, a bit per token each,
-    lowest first, in whole little-endian 32-bit words (engine/grammar/base.py)."""
+    """One step. Rows are ordered; a slot has at most one row. `num_masks` of them have a grammar row: the step's masks
+    come when its forward pass is under way."""
 
     step: int
     rows: tuple[Row, ...]
     new_slots: tuple[NewSlot, ...] = ()
     freed_slots: tuple[int, ...] = ()
-    masks: bytes = b""
+    num_masks: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +106,15 @@ class Runner(Protocol):
         """How many plans may be launched and not collected: 1 is the synchronous loop, 2 overlaps one step."""
         ...
 
-    def launch(self, plan: StepPlan) -> None: ...
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step. One that has masks ends before its choices, and waits for `choose` before anything else is
+        launched; it is not collected until then."""
+        ...
+
+    def choose(self, masks: bytes) -> None:
+        """Let the step launched last choose its tokens. The masks of its plan are one behind the other, a bit per token
+        each, lowest first, in whole little-endian 32-bit words (engine/grammar/base.py)."""
+        ...
 
     def collect(self, *, block: bool) -> Sequence[StepResult]:
         """Return the results that are ready; with `block`, wait for at least one. Empty when nothing is in flight."""

@@ -10,8 +10,9 @@ what travels on the wire (msgpack). An async generator of `TokenOutput`s is one 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
-from typing import Literal, Protocol
+import json
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -66,10 +67,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """Source of a constraint on the output. Compiled matchers never travel; state is rebuilt by replay."""
+    """Source of a constraint on the output. Compiled matchers never travel; state is rebuilt by replay.
+
+    `source` is a JSON schema's text, nothing (json_object), a regular expression, a grammar in Lark's notation or in
+    GBNF, or a JSON list of texts.
+    """
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
-    source: str
+    source: str = ""
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
+        """JSON that is valid under a JSON schema."""
+        return cls("json_schema", json.dumps(schema, ensure_ascii=False))
+
+    @classmethod
+    def of_choices(cls, choices: Sequence[str]) -> Grammar:
+        """One of some texts."""
+        return cls("choice", json.dumps(list(choices), ensure_ascii=False))
 
 
 class KVTicket(msgspec.Struct, frozen=True, kw_only=True):

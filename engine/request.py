@@ -101,7 +101,7 @@ class Request:
         self.end_set = frozenset(self.end_ids)
         self.min_tokens = spec.sampling.min_tokens
         self.keep_tokens: int | None = None
-        # Stands behind `tokens`: with a grammar the next token waits for the one before it.
+        # Stands behind `tokens`, in front of those that are pending.
         self.matcher: Matcher | None = None
 
         # Times of the monotonic clock.

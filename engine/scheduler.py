@@ -54,7 +54,7 @@ class RequestQueue:
 class StepDraft:
     """A step in the making. Only what has a row here is marked as computed, and only by `add_row`."""
 
-    __slots__ = ("budget", "masks", "new_slots", "requests", "rows", "step")
+    __slots__ = ("budget", "new_slots", "num_masks", "requests", "rows", "step")
 
     def __init__(self, step: int, budget: int) -> None:
         self.step = step
@@ -62,7 +62,7 @@ class StepDraft:
         self.rows: list[Row] = []
         self.requests: list[Request] = []
         self.new_slots: list[NewSlot] = []
-        self.masks: list[bytes] = []
+        self.num_masks = 0
 
     def add_row(self, request: Request, count: int, no_new_blocks: tuple[tuple[int, ...], ...]) -> None:
         """Give the request its next `count` tokens. Its tables cover them."""
@@ -84,8 +84,8 @@ class StepDraft:
             next_id = request.tokens[end]
         grammar_row = None
         if request.matcher is not None and sample:
-            grammar_row = len(self.masks)
-            self.masks.append(request.matcher.mask())
+            grammar_row = self.num_masks
+            self.num_masks += 1
         self.rows.append(
             Row(request.slot, start, count, sample, new_blocks, token_ids, write_start, (), grammar_row, next_id)
         )
@@ -160,8 +160,8 @@ class Scheduler:
             self._schedule_waiting(draft, now_s)
         if not draft.rows:
             return None
-        freed_slots, masks = tuple(self._freed_slots), b"".join(draft.masks)
-        plan = StepPlan(draft.step, tuple(draft.rows), tuple(draft.new_slots), freed_slots, masks)
+        freed_slots = tuple(self._freed_slots)
+        plan = StepPlan(draft.step, tuple(draft.rows), tuple(draft.new_slots), freed_slots, draft.num_masks)
         self._freed_slots.clear()
         self.next_step += 1
         self.ledger.open(plan, draft.requests)
@@ -176,8 +176,6 @@ class Scheduler:
             num_tokens = len(request.tokens) + request.pending
             if num_tokens >= request.max_total_tokens:
                 continue  # its last token is being sampled
-            if request.pending and request.matcher is not None:
-                continue  # which tokens may come next depends on the one that is being sampled
             count = num_tokens - request.num_computed
             if count == 0:
                 continue  # it samples nothing, and the last of its prompt is being computed
@@ -409,8 +407,6 @@ class Scheduler:
             assert request.slot < 0, "a waiting request has a slot"
             assert not request.tables, "a waiting request has blocks"
             assert not request.pending, "a waiting request has tokens in flight"
-        for request in (r for r in owners if r.matcher is not None):
-            assert request.pending <= 1, "a request with a grammar has two tokens in flight"
         for request in (r for r in owners if not r.finished):
             assert request.num_completed <= request.num_computed <= request.num_tokens, "counts are out of order"
             assert not request.tables or request.num_computed <= len(request.tables[0]) * request.block_size

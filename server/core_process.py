@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -84,13 +84,19 @@ class SteppedCore(Core, Protocol):
         ...
 
 
+def _nothing() -> None:
+    """What an engine without threads and memory of its own has to close."""
+
+
 class LoadedEngine(msgspec.Struct, frozen=True):
-    """`assets` are the bytes of `info.text` by digest. `event_log` is the core's, where it has one."""
+    """`assets` are the bytes of `info.text` by digest. `event_log` is the core's, where it has one. `close` ends what
+    the core was given, after its last step."""
 
     core: SteppedCore
     info: EngineInfo
     assets: Mapping[str, bytes]
     event_log: KVEventLog | None = None
+    close: Callable[[], None] = _nothing
 
 
 OnProgress = Callable[[float, str], None]
@@ -111,7 +117,7 @@ def run(spec: CoreSpec, load: Load) -> int:
         # What loading has left is here to stay: a full collection would walk through all of it, between two tokens.
         gc.collect()
         gc.freeze()
-        with _publishing(spec, host, engine) as publish_events:
+        with closing(engine), _publishing(spec, host, engine) as publish_events:
             host.serve(engine.core, engine.info, engine.assets)
             _serve(host, engine.core, spec.drain_timeout_s, publish_events)
         return 0
@@ -223,8 +229,14 @@ def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
 
     info, runner, num_blocks, assets = build_engine(config, on_progress)
     log = KVEventLog([group.window_tokens for group in info.kv_groups], info.block_size)
-    core = EngineCore(info, config, runner, num_blocks, grammars=pool_for(info, assets), event_log=log)
-    return LoadedEngine(core, info, assets, log)
+    grammars = pool_for(info, assets)
+    core = EngineCore(info, config, runner, num_blocks, grammars=grammars, event_log=log)
+
+    def close() -> None:
+        grammars.close()
+        runner.close()
+
+    return LoadedEngine(core, info, assets, log, close)
 
 
 if __name__ == "__main__":

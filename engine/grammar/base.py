@@ -50,7 +50,7 @@ def mask_bytes(vocab_size: int) -> int:
 
 
 class Matcher(Protocol):
-    """One request's place in its grammar. Used by one thread."""
+    """One request's place in its grammar. Used by one thread at a time."""
 
     def advance(self, token_id: int) -> bool:
         """Take a chosen token; return whether the grammar is complete, so that nothing can follow.

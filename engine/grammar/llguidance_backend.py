@@ -6,22 +6,16 @@ references, so whoever compiles has a deep stack (engine/grammar/pool.py).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import cast
 
-import msgspec
 from llguidance import LLMatcher, LLTokenizer
 from llguidance._tokenizer import TokenizerWrapper
 
 from engine.errors import RequestError, UnsupportedError
 from engine.grammar.base import GrammarError, Vocabulary
+from engine.grammar.llguidance_sources import definition_of, short
 from engine.protocol import Grammar
-
-WHITESPACE = r"(\x20|\x0A(\x20{0,40}|\x09{0,20}))"
-"""What may stand between JSON's tokens: enough for one line and for indented JSON, and no place to idle in for ever."""
-
-MAX_MESSAGE_CHARS = 300
 
 
 class LLGuidanceBackend:
@@ -35,9 +29,9 @@ class LLGuidanceBackend:
         self._tokenizer = LLTokenizer(words, n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.eos_ids))
 
     def compile(self, grammar: Grammar) -> LLGuidanceGrammar:
-        matcher = LLMatcher(self._tokenizer, _definition(grammar), log_level=0)
+        matcher = LLMatcher(self._tokenizer, definition_of(grammar), log_level=0)
         if matcher.is_error():
-            raise RequestError(_short(matcher.get_error()))
+            raise RequestError(short(matcher.get_error()))
         first = matcher.deep_copy()
         mask = first.compute_bitmask()
         if first.is_error() or not any(mask):
@@ -53,7 +47,7 @@ class LLGuidanceGrammar:
     def start(self, output_ids: Sequence[int]) -> LLGuidanceMatcher:
         matcher = self._matcher.deep_copy()
         if output_ids and not matcher.consume_tokens(list(output_ids)):
-            raise GrammarError(f"the output so far does not match the grammar: {_short(matcher.get_error())}")
+            raise GrammarError(f"the output so far does not match the grammar: {short(matcher.get_error())}")
         return LLGuidanceMatcher(matcher, self._mask_bytes)
 
 
@@ -65,14 +59,14 @@ class LLGuidanceMatcher:
 
     def advance(self, token_id: int) -> bool:
         if not self._matcher.consume_token(token_id):
-            self.error = _short(self._matcher.get_error())
+            self.error = short(self._matcher.get_error())
             raise GrammarError(self.error)
         return self._matcher.is_stopped()
 
     def mask(self) -> bytes:
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            self.error = _short(self._matcher.get_error())
+            self.error = short(self._matcher.get_error())
             return bytes(self._mask_bytes)
         return mask[: self._mask_bytes]
 
@@ -91,41 +85,3 @@ class _Words:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode())
-
-
-def _definition(grammar: Grammar) -> str:
-    """Return the library's own notation for the grammar. It is checked when a matcher is made of it."""
-    match grammar.kind:
-        case "json_object":
-            return _of_schema('{"type":"object"}')
-        case "json_schema":
-            return _of_schema(grammar.source)
-        case "regex":
-            return LLMatcher.grammar_from_regex(grammar.source)
-        case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, _choices(grammar.source))))
-        case "grammar":
-            return LLMatcher.grammar_from_lark(grammar.source)
-
-
-def _of_schema(source: str) -> str:
-    try:
-        return LLMatcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": WHITESPACE})
-    except ValueError as error:
-        raise RequestError(_short(str(error))) from error
-
-
-def _choices(source: str) -> list[str]:
-    try:
-        choices = msgspec.json.decode(source, type=list[str])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError("the choices are not a JSON list of strings") from error
-    if not choices or not all(choices):
-        raise RequestError("at least one choice is needed, and none may be empty")
-    return choices
-
-
-def _short(message: str) -> str:
-    """One line: behind the first ones stand the parser's own state and the whole source."""
-    text = " ".join(message.split("<state>")[0].split())
-    return text if len(text) <= MAX_MESSAGE_CHARS else text[:MAX_MESSAGE_CHARS] + "..."

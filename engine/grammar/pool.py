@@ -1,4 +1,5 @@
-"""Compiles grammars in threads of its own and keeps the last ones. Knows no requests and no event loop.
+"""Compiles grammars in threads of its own and keeps the last ones; others make masks. Knows no requests and no event
+loop.
 
 The library lets go of the interpreter's lock while it compiles. A thread cannot be stopped, so the time limit is for
 whoever waits; the library's own limits end the work soon after.
@@ -9,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from engine.errors import PressureError
-from engine.grammar.base import Backend, CompiledGrammar, Vocabulary
+from engine.grammar.base import Backend, CompiledGrammar, Matcher, Vocabulary
+from engine.grammar.masks import MaskThreads, PendingMasks
 from engine.grammar.registry import DEFAULT, open_backend
 from engine.protocol import Grammar
 
@@ -35,13 +37,15 @@ class GrammarPool:
         self._opening = threading.Lock()
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
+        self._masks = MaskThreads()
+        self._closed = False
         self._queued = 0
         self._grammars: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
 
     def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """Return the grammar's future, which several may share. It fails with RequestError for a bad source.
 
-        Raises PressureError when too many wait.
+        Raises PressureError when too many wait, RuntimeError after close().
         """
         key = hashlib.sha256(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
         with self._lock:
@@ -49,6 +53,8 @@ class GrammarPool:
             if known is not None:
                 self._grammars.move_to_end(key)
                 return known
+            if self._closed:
+                raise RuntimeError("this grammar pool is closed")
             if self._queued >= MAX_QUEUED:
                 raise PressureError("too many grammars wait to be compiled")
             self._queued += 1
@@ -59,8 +65,14 @@ class GrammarPool:
         future.add_done_callback(lambda done: self._ended(key, done))
         return future
 
+    def masks(self, matchers: Sequence[Matcher]) -> PendingMasks:
+        """Begin to make the masks of these matchers."""
+        return self._masks.start(matchers)
+
     def close(self) -> None:
+        self._masks.close()
         with self._lock:
+            self._closed = True
             executor, self._executor = self._executor, None
         if executor is not None:  # without the lock, which what it cancels asks for
             executor.shutdown(wait=False, cancel_futures=True)

@@ -38,10 +38,20 @@ WARM_UP_TOKENS = 64
 """Enough for the kernels of long rows."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What the sampler is to choose from: one row of logits per slot, for the new tokens at `positions`."""
+
+    logits: Tensor
+    slots: list[int]
+    positions: list[int]
+
+
 @dataclass(slots=True)
 class _Launched:
     """A step whose results have not been collected. `sampled_rows` are plan rows, in the order of `tokens`, which are
-    -1 where a row had none to choose. `sampled` is None when a graph alone has made the choice."""
+    -1 where a row had none to choose. `sampled` is None when a graph alone has made the choice. `choice` is there while
+    the masks are not."""
 
     plan: StepPlan
     started_s: float
@@ -50,6 +60,7 @@ class _Launched:
     sampled_rows: Sequence[int] = ()
     tokens: ReturnedTokens | None = None
     sampled: Sampled | None = None
+    choice: _Choice | None = None
     done: torch.cuda.Event | None = None
     compute_s: float | None = None
 
@@ -149,6 +160,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
+        assert not self._launched or self._launched[-1].choice is None, "the step before has not made its choices"
         started_s = time.perf_counter()
         for slot in plan.freed_slots:
             self._slots.free(slot)
@@ -162,8 +174,17 @@ class TorchRunner:
         launched = _Launched(plan, started_s, self._refused(plan.rows))
         if not self._replay_decode(launched):
             self._compute(launched)
-        self._mark_end(launched)
+        if launched.choice is None:
+            self._mark_end(launched)
         self._launched.append(launched)
+
+    @torch.inference_mode()
+    def choose(self, masks: bytes) -> None:
+        launched = self._launched[-1]
+        choice, launched.choice = launched.choice, None
+        if choice is not None:  # else every row that samples was refused
+            self._sample(launched, choice, self._row_masks(launched, masks))
+            self._mark_end(launched)
 
     def _replay_decode(self, launched: _Launched) -> bool:
         """Run a step of decode rows as a graph; return False, with nothing done, when there is none for it."""
@@ -176,10 +197,10 @@ class TorchRunner:
         tokens, logits = done
         launched.sampled_rows = range(len(launched.plan.rows))
         new_positions = decode.positions + 1
-        if not launched.plan.masks and self._sampler.kernel_suffices(decode.slots, new_positions):
+        if not launched.plan.num_masks and self._sampler.kernel_suffices(decode.slots, new_positions):
             launched.tokens = self._returns.start(tokens)
         else:  # The graph's choice gives way to the one with filters, forbidden tokens, masks or logprobs.
-            self._choose(launched, logits, decode.slots.tolist(), new_positions.tolist())
+            self._choose(launched, _Choice(logits, decode.slots.tolist(), new_positions.tolist()))
         return True
 
     def _replay_prompts(self, launched: _Launched, packed: PackedRows) -> bool:
@@ -196,7 +217,7 @@ class TorchRunner:
             return True
         slots = [rows[index].slot for index in launched.sampled_rows]
         new_positions = packed.kv_lens[launched.sampled_rows].astype(np.int64)
-        suffices = not launched.plan.masks
+        suffices = not launched.plan.num_masks
         suffices = suffices and self._sampler.kernel_suffices(np.array(slots, np.int64), new_positions)
         if len(slots) < len(rows):
             (sampled,) = self._staging.to_device(np.array(launched.sampled_rows, np.int64))
@@ -204,7 +225,7 @@ class TorchRunner:
         if suffices:
             launched.tokens = self._returns.start(tokens)
         else:
-            self._choose(launched, logits, slots, new_positions.tolist())
+            self._choose(launched, _Choice(logits, slots, new_positions.tolist()))
         return True
 
     def _compute(self, launched: _Launched) -> None:
@@ -221,7 +242,7 @@ class TorchRunner:
             if batch.writes_null:
                 self._cache.clear_null_block()
             self._score_prompts(launched, indices, batch, hidden)
-            self._sample(launched, indices, batch, hidden)
+            self._choose_last(launched, indices, batch, hidden)
 
     @torch.inference_mode()
     def collect(self, *, block: bool) -> Sequence[StepResult]:
@@ -259,7 +280,7 @@ class TorchRunner:
                 entries += self._sampler.prompt_logprobs(logits, some, wanted)
             launched.prompt_logprobs[index] = tuple(entries)
 
-    def _sample(self, launched: _Launched, indices: list[int], batch: StepBatch, hidden: Tensor) -> None:
+    def _choose_last(self, launched: _Launched, indices: list[int], batch: StepBatch, hidden: Tensor) -> None:
         rows = launched.plan.rows
         picked = [(at, index) for at, index in enumerate(indices) if rows[index].sample]
         if not picked:
@@ -270,24 +291,28 @@ class TorchRunner:
             (last,) = self._staging.to_device(batch.row_ends[[at for at, _ in picked]] - 1)
             hidden = hidden[last]
         logits = self._model.compute_logits(hidden)
-        self._choose(launched, logits, [row.slot for row in sampling], [row.start + row.count for row in sampling])
+        slots, positions = [row.slot for row in sampling], [row.start + row.count for row in sampling]
+        self._choose(launched, _Choice(logits, slots, positions))
 
-    def _choose(self, launched: _Launched, logits: Tensor, slots: list[int], positions: list[int]) -> None:
-        sampled = self._sampler.sample(logits, slots, positions, self._masks(launched))
-        (to,) = self._staging.to_device(np.array(slots, np.int64))
+    def _choose(self, launched: _Launched, choice: _Choice) -> None:
+        if launched.plan.num_masks:
+            launched.choice = choice
+        else:
+            self._sample(launched, choice)
+
+    def _sample(self, launched: _Launched, choice: _Choice, masks: RowMasks | None = None) -> None:
+        sampled = self._sampler.sample(choice.logits, choice.slots, choice.positions, masks)
+        (to,) = self._staging.to_device(np.array(choice.slots, np.int64))
         self._slots.last_tokens[to] = sampled.token_ids
         launched.tokens = self._returns.start(sampled.kept())
         launched.sampled = sampled
 
-    def _masks(self, launched: _Launched) -> RowMasks | None:
+    def _row_masks(self, launched: _Launched, masks: bytes) -> RowMasks:
         """Return the masks of the sampling rows that have one."""
-        plan = launched.plan
-        if not plan.masks:
-            return None
-        rows = [plan.rows[index].grammar_row for index in launched.sampled_rows]
-        masks = np.frombuffer(plan.masks, np.int32).reshape(-1, -(-self._vocab_size // 32))
+        rows = [launched.plan.rows[index].grammar_row for index in launched.sampled_rows]
+        words = np.frombuffer(masks, np.int32).reshape(-1, -(-self._vocab_size // 32))
         of_rows = {place: row for place, row in enumerate(rows) if row is not None}
-        return RowMasks(tuple(of_rows), masks[list(of_rows.values())])
+        return RowMasks(tuple(of_rows), words[list(of_rows.values())])
 
     def _mark_end(self, launched: _Launched) -> None:
         if self._fetch_stream is None:
@@ -297,6 +322,8 @@ class TorchRunner:
             launched.done.record()
 
     def _is_done(self, launched: _Launched) -> bool:
+        if launched.choice is not None:
+            return False
         return launched.done is None or bool(launched.done.query())  # type: ignore[no-untyped-call]
 
     def _finish(self, launched: _Launched) -> StepResult:

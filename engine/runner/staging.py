@@ -17,8 +17,9 @@ from torch import Tensor
 _ALIGNMENT = 16
 """Kernels are compiled for pointers that are multiples of this."""
 
-_DEPTH = 8
-"""Copies out that may be under way; with more the next one waits for the oldest."""
+_DEPTH = 16
+"""Copies out that may be under way; with more the next one waits for the oldest. A step sends up to six, and the one
+before may still be running."""
 
 
 class _Buffer:

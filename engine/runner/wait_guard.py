@@ -58,11 +58,12 @@ class _WaitGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return any(self._is_watched(mask) for mask in masks)
         if func is _aten._to_copy.default:
             wanted = kwargs.get("device")
-            leaves = wanted is not None and torch.device(wanted).type != self._device_type
-            return self._is_watched(args[0]) and leaves and not kwargs.get("non_blocking", False)
+            arrives = wanted is not None and torch.device(wanted).type == self._device_type
+            crosses = wanted is not None and self._is_watched(args[0]) != arrives
+            return crosses and not kwargs.get("non_blocking", False)
         if func is _aten.copy_.default:
-            leaves = self._is_watched(args[1]) and not self._is_watched(args[0])
-            return leaves and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            crosses = self._is_watched(args[1]) != self._is_watched(args[0])
+            return crosses and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         return False
 
     def _is_watched(self, tensor: object) -> bool:

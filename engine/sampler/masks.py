@@ -19,22 +19,22 @@ class RowMasks:
 
 
 class TokenMasks:
-    """Holds the bits of a word on the device."""
+    """Holds on the device what each byte of a mask adds to its eight logits. The numbers that come with a step are on
+    it already."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._device = device
-        bits = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32)).view(np.int32)
-        self._bits = torch.from_numpy(bits).to(device)
+        allowed = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+        self._added = torch.from_numpy(np.where(allowed, 0.0, -np.inf).astype(np.float32)).to(device)
 
-    def apply(self, logits: Tensor, rows: NDArray[np.int64], words: NDArray[np.int32]) -> None:
-        """Make -inf, in place, what the masks of `rows` do not allow."""
-        if not len(rows):
-            return
-        sent = torch.from_numpy(words).to(self._device)
-        forbidden = (sent.unsqueeze(-1) & self._bits).eq(0).flatten(1)[:, : self._vocab_size]
+    def apply(self, logits: Tensor, rows: Tensor, words: Tensor) -> None:
+        """Make -inf, in place, what the masks of `rows` (int64, ascending) do not allow; `words` are RowMasks'.
+
+        Added rather than filled in: on a CPU that is several times as fast, whatever the mask.
+        """
+        eights = self._added.index_select(0, words.view(torch.uint8).flatten().to(torch.int32))
+        added = eights.view(len(words), -1)[:, : self._vocab_size]
         if len(rows) == len(logits):
-            logits.masked_fill_(forbidden, -torch.inf)
+            logits.add_(added)
         else:
-            at = torch.from_numpy(rows).to(self._device)
-            logits[at] = logits[at].masked_fill(forbidden, -torch.inf)
+            logits[rows] += added

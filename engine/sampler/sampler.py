@@ -185,19 +185,19 @@ class Sampler:
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         failed = torch.empty(len(slots), dtype=torch.bool, device=self._device)
         others = np.setdiff1d(np.arange(len(slots)), edited)
-        for rows in (others, edited):
-            if not len(rows):
-                continue
-            at = torch.from_numpy(rows).to(self._device)
-            own = logits[at]
-            if rows is edited:
-                own = own.to(torch.float32)
-                if masks is not None:
-                    self._masks.apply(own, np.searchsorted(edited, masks.rows), masks.words)
-                self._edits.apply(own, slots[rows], positions[rows])
-            token_ids[at], failed[at] = self._choose(own, slots[rows], positions[rows].tolist())
-        at = torch.from_numpy(edited).to(self._device)
-        self._edits.note(slots[edited], positions[edited], token_ids[at])
+        to_send: list[NDArray[Any]] = [others, edited]
+        if masks is not None:
+            to_send += [np.searchsorted(edited, masks.rows), masks.words]
+        others_at, edited_at, *masks_there = self._send(*to_send)
+        if len(others):
+            own = logits[others_at]
+            token_ids[others_at], failed[others_at] = self._choose(own, slots[others], positions[others].tolist())
+        own = logits[edited_at].to(torch.float32)
+        if masks_there:
+            self._masks.apply(own, *masks_there)
+        self._edits.apply(own, slots[edited], positions[edited])
+        token_ids[edited_at], failed[edited_at] = self._choose(own, slots[edited], positions[edited].tolist())
+        self._edits.note(slots[edited], positions[edited], token_ids[edited_at])
         return token_ids, failed
 
     def _choose(self, logits: Tensor, slot_of: np.ndarray, positions: Sequence[int]) -> tuple[Tensor, Tensor]:

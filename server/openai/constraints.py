@@ -1,11 +1,10 @@
-"""The fields that constrain an output, in the words of OpenAI and of vLLM, to one grammar. Knows no back end.
+"""The fields that constrain an output, in the words of OpenAI, vLLM and llama.cpp, to one grammar. Knows no back end.
 
 A constraint is never dropped: what is not understood here is refused by its name.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,8 @@ def constraint_of(body: GenerationBody) -> Constraint | None:
         ("guided_json", body.guided_json, _schema),
         ("guided_regex", body.guided_regex, _regex),
         ("guided_choice", body.guided_choice, _choices),
-        ("guided_grammar", body.guided_grammar, _lark),
+        ("guided_grammar", body.guided_grammar, _grammar),
+        ("grammar", body.grammar, _grammar),
     )
     found += [Constraint(read(value, name), name) for name, value, read in guided if value is not None]
     if len(found) > 1:
@@ -55,7 +55,7 @@ def _response_format(value: Mapping[str, Any] | None) -> list[Constraint]:
         return []
     if kind == "json_object":
         schema = value.get("schema")
-        return [Constraint(Grammar("json_object", "") if schema is None else _schema(schema, param), param)]
+        return [Constraint(Grammar("json_object") if schema is None else _schema(schema, param), param)]
     described = value.get("json_schema")
     if not isinstance(described, dict):
         raise RequestError("'response_format.json_schema' must be an object with a 'schema'.", param=param)
@@ -81,7 +81,7 @@ def _structured_outputs(value: Mapping[str, Any] | None) -> list[Constraint]:
     if name == "json_object":
         if member is not True:
             raise RequestError(f"'{param}.json_object' can only be true.", param=param, value=member)
-        return [Constraint(Grammar("json_object", ""), param)]
+        return [Constraint(Grammar("json_object"), param)]
     return [Constraint(READERS[name](member, param), param)]
 
 
@@ -91,15 +91,15 @@ def _schema(value: object, param: str) -> Grammar:
         return Grammar("json_schema", value)
     if not isinstance(value, dict | bool):
         raise RequestError(f"'{param}' needs a JSON schema: an object.", param=param)
-    return Grammar("json_schema", json.dumps(value, ensure_ascii=False))
+    return Grammar.of_schema(value)
 
 
 def _regex(value: object, param: str) -> Grammar:
     return Grammar("regex", _text(value, "regular expression", param))
 
 
-def _lark(value: object, param: str) -> Grammar:
-    return Grammar("grammar", _text(value, "grammar in Lark's notation", param))
+def _grammar(value: object, param: str) -> Grammar:
+    return Grammar("grammar", _text(value, "grammar, in Lark's notation or in GBNF", param))
 
 
 def _choices(value: object, param: str) -> Grammar:
@@ -107,7 +107,7 @@ def _choices(value: object, param: str) -> Grammar:
         raise RequestError(f"'{param}' needs a list of strings that are not empty.", param=param)
     if len(value) > MAX_CHOICES:
         raise RequestError(f"'{param}' may have {MAX_CHOICES} choices at most.", param=param, value=len(value))
-    return Grammar("choice", json.dumps(value, ensure_ascii=False))
+    return Grammar.of_choices(value)
 
 
 def _text(value: object, what: str, param: str) -> str:
@@ -117,7 +117,7 @@ def _text(value: object, what: str, param: str) -> str:
 
 
 Read = Callable[[object, str], Grammar]
-READERS: dict[str, Read] = {"json": _schema, "regex": _regex, "choice": _choices, "grammar": _lark}
+READERS: dict[str, Read] = {"json": _schema, "regex": _regex, "choice": _choices, "grammar": _grammar}
 
 
 def _only(value: Mapping[str, Any], names: set[str], where: str) -> None:

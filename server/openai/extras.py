@@ -46,7 +46,6 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "logprob_token_ids": (),
     "guided_whitespace_pattern": (),
     "json_schema": (),
-    "grammar": (),
     "regex": (),
     "ebnf": (),
     "stop_regex": (),

@@ -177,6 +177,7 @@ class GenerationBody(BaseModel):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
+    grammar: str | None = None
     truncate_prompt_tokens: Truncation = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

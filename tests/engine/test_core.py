@@ -7,7 +7,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import DrainingError, PressureError, PromptTooLongError, RequestError
-from engine.protocol import CachedTokens
+from engine.protocol import CachedTokens, Grammar
 from engine.request import Request
 from tests.support.core_world import EOS_ID, World, make_request
 from tests.support.fake_runner import expected_output
@@ -29,6 +29,22 @@ def test_an_end_token_stops_and_is_named() -> None:
     world.run()
     last = attempt.outputs[-1]
     assert (last.finish_reason, last.stop_token, last.token_ids) == ("stop", EOS_ID, [EOS_ID])
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_a_request_with_a_grammar_has_a_row_in_every_step(in_flight: int) -> None:
+    """Its forward pass waits for no token: only the step's choice does."""
+    world = World(in_flight=in_flight, grammars_late=0)
+    world.runner.plans = []
+    attempt = world.submit(make_request(max_tokens=30, grammar=Grammar("regex", "4"), ignore_eos=True))
+    other = world.submit(make_request("other", max_tokens=30, ignore_eos=True))
+    world.run()
+    assert len(attempt.emitted) > 3
+    constrained = [plan for plan in world.runner.plans if plan.num_masks]
+    assert len(attempt.emitted) <= len(constrained) < len(attempt.emitted) + in_flight
+    steps = [plan.step for plan in constrained]
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+    assert other.finish_reason == "length"
 
 
 def test_an_end_token_wins_on_the_last_allowed_token() -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from engine.errors import PressureError, RequestError
-from engine.protocol import GenerateRequest, SamplingParams
+from engine.protocol import GenerateRequest, Grammar, SamplingParams
 from tests.support.core_world import FULL, VOCAB_SIZE, World, sliding
 
 GROUP_MIXES = (
@@ -42,6 +42,7 @@ def random_world(rng: random.Random) -> World:
         port_fail=rng.choice((0.0, 0.5)),
         port_hold=rng.choice((0.0, 0.5, 1.0)),
         port_stored=rng.choice((5, 1000)),
+        grammars_late=rng.choice((0, 3)),
         seed=rng.getrandbits(32),
     )
 
@@ -128,6 +129,7 @@ class Fuzz:
             deadline_unix_s=self.world.now_s + rng.uniform(-0.1, 3.0) if rng.random() < 0.1 else None,
             prompt_logprobs=rng.choice((None,) * 6 + (1,)),
             cache_scope=bytes([rng.choice((0, 0, 0, 1))] * 32),
+            grammar=Grammar("regex", str(rng.randrange(5))) if rng.random() < 0.4 else None,
         )
 
     def _submit(self, request: GenerateRequest) -> None:
@@ -169,6 +171,7 @@ class Fuzz:
                 attempt=request.attempt + 1,
                 resume_ids=list(attempt.emitted),
                 cache_scope=request.cache_scope,
+                grammar=request.grammar,
             )
         )
 
@@ -185,6 +188,8 @@ def run_fuzz(seed: int, operations: int) -> Counter[str]:
         error.add_note(f"fuzz seed {seed}")
         raise
     load = fuzz.world.core.load()
+    assert fuzz.world.grammars is not None
+    fuzz.counts["masks"] = fuzz.world.grammars.masks_made
     fuzz.counts["preempted"] = load.preemptions_total
     fuzz.counts["cached tokens"] = load.cached_tokens_total
     if fuzz.world.port is not None:
@@ -201,6 +206,7 @@ def test_random_lives_keep_every_promise() -> None:
     for event in ("preempted", "cached tokens", "blocks loaded", "holds", "ended abort", "ended error", "ended stop"):
         assert total[event] > 50, f"the fuzz hardly saw: {event}"
     assert total["ended length"] + total["ended stop"] > 3000
+    assert total["masks"] > 5000
 
 
 @pytest.mark.soak

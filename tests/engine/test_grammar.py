@@ -12,6 +12,7 @@ from engine.errors import ConfigError, PressureError, RequestError
 from engine.grammar import pool as pool_module
 from engine.grammar import registry
 from engine.grammar.base import CompiledGrammar, GrammarError, Matcher, Vocabulary, mask_bytes
+from engine.grammar.llguidance_backend import LLGuidanceBackend
 from engine.grammar.pool import GrammarPool
 from engine.grammar.registry import open_backend
 from engine.protocol import Grammar
@@ -50,6 +51,10 @@ def test_a_mask_has_a_bit_per_token_in_whole_words(pool: GrammarPool) -> None:
         ("choice", '["a", "ab"]', "a", {"b", "<end>"}),
         ("grammar", 'start: "(" start ")" | "x"', "((", {"(", "x"}),
         ("grammar", 'start: "(" start ")" | "x"', "((x", {")"}),
+        ("grammar", 'root ::= "(" root ")" | x\nx ::= [xy]{1,2} # two', "((", {"(", "x", "y"}),
+        ("grammar", 'root ::= "(" root ")" | x\nx ::= [xy]{1,2} # two', "((xy", {")"}),
+        ("grammar", 'root ::= "\\u0061" "\\x62" [\\u0061-\\u0063]', "ab", {"a", "b", "c"}),
+        ("grammar", '// "::=" is no rule\nstart: "::=" | "a"', "", {":", "a"}),
         ("json_schema", SCHEMA, '{"a":1', {"2", "}", ","} | {" "}),
         ("json_schema", '{"const": null}', "nul", {"l"}),
         ("json_object", "", "", {"{"}),
@@ -98,6 +103,26 @@ def test_a_wrong_token_fails_and_then_nothing_is_allowed(pool: GrammarPool) -> N
         start(pool, "regex", "ab", "x")
 
 
+def test_masks_made_together_come_in_the_order_of_their_matchers(pool: GrammarPool) -> None:
+    outputs = ["", "[", "[1", "[1,", "[1,2", "[1,2]"] * 10  # more than one task
+    schema = '{"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2}'
+    matchers = [start(pool, "json_schema", schema, output) for output in outputs]
+    matchers.append(start(pool, "regex", "ab"))
+    with pytest.raises(GrammarError):
+        matchers[-1].advance(*ids_of("x"))
+    masks = pool.masks(matchers).join()
+    assert masks == b"".join(matcher.mask() for matcher in matchers)
+    assert len(masks) == len(matchers) * mask_bytes(VOCAB_SIZE)
+    assert pool.masks([]).join() == b""
+
+
+def test_a_closed_pool_takes_nothing() -> None:
+    with grammar_pool() as pool:
+        assert allowed(start(pool, "regex", "a").mask()) == {"a"}
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(Grammar("regex", "b"))
+
+
 def test_white_space_in_json_is_bounded(pool: GrammarPool) -> None:
     assert " " in allowed(start(pool, "json_object", "", "{").mask())
     assert " " not in allowed(start(pool, "json_object", "", "{ ").mask())
@@ -115,6 +140,17 @@ def test_white_space_in_json_is_bounded(pool: GrammarPool) -> None:
         ("json_schema", '{"$ref": "http://localhost/a"}'),
         ("json_schema", '{"type": "string", "pattern": "("}'),
         ("json_schema", '{"anyOf":[' * 3000 + "{}" + "]}" * 3000),
+        ("json_schema", '{"multipleOf": 10007}'),
+        ("json_schema", '{"type": "integer", "multiple\\u004ff" : 9999991}'),
+        ("json_schema", '{"anyOf": [{"multipleOf": 101}, {"items": {"multipleOf": 0.103}}]}'),
+        ("json_schema", '{"multipleOf": 1' + "1" * 100 + "}"),
+        ("grammar", 'start: %json {"multipleOf": 9999991}'),
+        ("grammar", "root ::= nothing"),
+        ("grammar", 'root ::= "a'),
+        ("grammar", 'rule ::= "a"'),
+        ("grammar", "root ::= " + "(" * 50_000),
+        ("grammar", "root ::= " + "a{" + "9" * 5000 + "}"),
+        ("grammar", "\n".join(f"r{i} ::= r{i + 1}" for i in range(5000))),
         ("regex", "("),
         ("regex", "(" * 20_000 + ")" * 20_000),
         ("regex", r"\bfoo\b"),
@@ -136,6 +172,18 @@ def test_what_cannot_be_used_is_told_in_one_short_line(pool: GrammarPool, kind: 
     assert "\n" not in message
     assert len(message) < 400
     assert "<state>" not in message
+
+
+@pytest.mark.parametrize("number", ["0.01", "1e-7", "5", "7", "60", "1000000", "9973", "-3"])
+def test_common_multiples_are_taken(pool: GrammarPool, number: str) -> None:
+    assert allowed(start(pool, "json_schema", f'{{"type": "number", "multipleOf": {number}}}').mask())
+
+
+def test_a_look_for_multiples_takes_no_time_for_any_text() -> None:
+    """It would take minutes if it went back; pytest's limit is the measure."""
+    for text in ('\\"' * 64_000, '"' * 128_000, '"":' + " " * 128_000, '"\\' * 64_000):
+        with pytest.raises(RequestError):
+            LLGuidanceBackend(vocabulary()).compile(Grammar("json_schema", text))
 
 
 def test_the_longest_chain_of_references_has_room_on_the_stack(pool: GrammarPool) -> None:

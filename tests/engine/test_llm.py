@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from engine import LLM
+from engine import LLM, Grammar
 from engine.completion import Completion
 from engine.errors import ConfigError, ModelError, PromptTooLongError, RequestError, UnsupportedError
+from engine.grammar import pool as pool_module
 from engine.protocol import SamplingParams, TokenOutput
 from tests.support.tiny_models import write_tiny_llama
 
@@ -196,6 +199,17 @@ BAD_CALLS = {
     "sampling[0]": [{"sampling": [{"temperature": 0}]}],
     "sampling[1].min_p": [{"prompts": ["a", "b"], "sampling": [GREEDY, SamplingParams(min_p=2.0)]}],
     "stop": [{"stop": [""]}, {"stop": [1]}, {"stop": ""}],
+    "grammar": [
+        {"grammar": "[a-z]+"},
+        {"grammar": {"type": "object"}},
+        {"grammar": [None, None]},
+        {"grammar": Grammar("regex", "(")},
+        {"grammar": Grammar("regex", "a" * 200_000)},
+        {"grammar": Grammar.of_schema({"type": "nothing"})},
+        {"grammar": Grammar.of_choices([])},
+    ],
+    "grammar[0]": [{"grammar": ["[a-z]+"]}],
+    "grammar[1]": [{"prompts": ["a", "b"], "grammar": [Grammar("json_object"), Grammar("json_schema", "{")]}],
 }
 
 
@@ -288,6 +302,48 @@ def test_the_bar_counts_prompts_when_asked_for_and_hides_otherwise(
     assert capsys.readouterr().err == ""
     llm.generate(["a", "b"], GREEDY, progress=True)
     assert "2/2" in capsys.readouterr().err
+
+
+def test_a_grammar_holds_for_all_prompts_or_each_has_its_own(llm: LLM) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=4, max_tokens=60)
+    for completion in llm.generate(["a", "b", "c"], sampling, grammar=Grammar.of_choices(["yes", "no"])):
+        assert completion.text in ("yes", "no")
+        assert completion.finish_reason == "stop"
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 22]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    own = [
+        Grammar.of_schema(schema),
+        Grammar("regex", "[0-9]{3}"),
+        None,
+        Grammar("grammar", 'start: "<" /[a-c]{2}/ ">"'),
+        Grammar("grammar", 'root ::= "(" [a-c]+ ")"'),
+        Grammar("json_object"),
+    ]
+    texts = [completion.text for completion in llm.generate(["p"] * len(own), sampling, grammar=own)]
+    assert json.loads(texts[0])["n"] in (1, 22)
+    assert re.fullmatch("[0-9]{3}", texts[1])
+    assert re.fullmatch("<[abc]{2}>", texts[3])
+    assert re.fullmatch(r"\([abc]+\)?", texts[4])
+    assert texts[5].startswith("{")
+    chats = [[{"role": "user", "content": "?"}]] * 2
+    assert [one.text for one in llm.chat(chats, sampling, grammar=[Grammar("regex", "ab"), Grammar("regex", "c")])] == [
+        "ab",
+        "c",
+    ]
+    assert is_idle(llm)
+
+
+def test_more_grammars_than_may_be_compiled_at_once_all_finish(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "MAX_QUEUED", 2)
+    monkeypatch.setattr(pool_module, "MAX_CACHED", 1)  # so that the core compiles all of them again
+    with open_llm(model) as small:
+        grammars = [Grammar("regex", f"a{{{count}}}") for count in range(1, 13)]
+        texts = [one.text for one in small.generate(["p"] * 12, SamplingParams(max_tokens=20), grammar=grammars)]
+        assert texts == ["a" * count for count in range(1, 13)]
 
 
 def test_close_is_final_and_may_be_repeated(model: Path) -> None:

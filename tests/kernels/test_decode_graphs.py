@@ -22,6 +22,7 @@ from engine.runner.runner import TorchRunner
 from engine.sampler.noise import Purpose, noise_keys
 from tests.support.decoders import write_decoder
 from tests.support.loading import load
+from tests.support.row_masks import row_masks
 from tests.support.tiny_models import write_tiny_llama
 
 SAMPLINGS = (
@@ -109,6 +110,27 @@ def test_tokens_are_those_of_the_cpus_operators(
     prompts = [("_replay_decode", False), ("_replay_prompts", True)]
     assert replayed == [*prompts, *prompts, *[("_replay_decode", True)] * 4]
     assert len({tuple(tokens[-3:]) for tokens in expected}) == 4
+
+
+def test_masked_rows_choose_what_the_cpus_operators_choose(device: torch.device, reference: LoadedModel) -> None:
+    """In steps with prompts and in decode steps; the graph's own choice gives way, also as the next step's token."""
+    allowed = {0: range(40, 60), 2: range(70, 75), 3: [80]}
+
+    def run(driver: PlanDriver) -> list[list[int]]:
+        prompts = [[11, 12, 13], [21, 22], [31, 32, 33, 34], [41]]
+        sequences = [driver.open(p, sampling=sampling) for p, sampling in zip(prompts, SAMPLINGS, strict=True)]
+        masks = row_masks(allowed, reference.vocab_size)
+        driver.step([(one, len(one.tokens)) for one in sequences], masks=masks)
+        for _ in range(3):
+            driver.step([(one, 1) for one in sequences], on_device=True, masks=masks)
+        for row, ids in allowed.items():
+            assert set(sequences[row].tokens[len(prompts[row]) :]) <= set(ids)
+        return [one.tokens for one in sequences]
+
+    expected = run(PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8))
+    driver = PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8)
+    driver.runner = device_runner(driver, reference, device)
+    assert run(driver) == expected
 
 
 def test_logits_that_are_not_finite_end_their_row_alone(device: torch.device, reference: LoadedModel) -> None:

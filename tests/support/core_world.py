@@ -18,9 +18,10 @@ from kvstore.events.messages import BlockStored
 from kvstore.keys import KeyChain, block_key
 from router.values import NO_HIT, Query
 from tests.support.fake_kv_port import FakeKVPort
-from tests.support.fake_runner import FakeRunner, expected_output, expected_prompt_logprobs
+from tests.support.fake_runner import FakeRunner, end_ids, expected_output, expected_prompt_logprobs
 from tests.support.index_twin import IndexTwin
 from tests.support.infos import engine_info
+from tests.support.walk_grammars import WalkPool
 
 VOCAB_SIZE = 50
 EOS_ID = 0
@@ -98,6 +99,7 @@ class World:
         port_fail: float = 0.0,
         port_hold: float = 0.5,
         port_stored: int = 10_000,
+        grammars_late: int | None = None,
         seed: int = 0,
         check: bool = True,
     ) -> None:
@@ -114,6 +116,7 @@ class World:
         self.port = None
         if with_port:
             self.port = FakeKVPort(self.runner.memory, rng, port_late, port_fail, port_hold, max_stored=port_stored)
+        self.grammars = None if grammars_late is None else WalkPool(VOCAB_SIZE, rng, grammars_late)
         config = EngineConfig(
             max_step_tokens=max_step_tokens,
             max_waiting=max_waiting,
@@ -136,6 +139,7 @@ class World:
             clock=lambda: self.now_s,
             wall_clock=lambda: self.now_s,
             event_log=self.event_log,
+            grammars=self.grammars,  # type: ignore[arg-type]
         )
         pools = self.core.kv.pools
         self.runner.is_published = lambda group, block: pools[group].key_of(block) is not None
@@ -253,4 +257,6 @@ class World:
         if output.finish_reason in ("stop", "length") and output.token_ids:
             assert attempt.emitted == attempt.tokens, "ended early"
             assert output.finish_reason == attempt.reason
-            assert output.stop_token == (attempt.tokens[-1] if attempt.reason == "stop" else None)
+            ends = end_ids(request, (EOS_ID,))
+            by_token = attempt.reason == "stop" and attempt.tokens[-1] in ends
+            assert output.stop_token == (attempt.tokens[-1] if by_token else None)

@@ -14,8 +14,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from engine.grammar.base import mask_bytes
 from engine.plan import NULL_BLOCK, NewSlot, Row, RowResult, StepPlan, StepResult
 from engine.protocol import GenerateRequest, KVGroupSpec, TokenLogprobs
+from tests.support.walk_grammars import WalkGrammar
 
 ROOT_HASH = 7
 Entry = tuple[int, int, int]
@@ -30,11 +32,19 @@ def prefix_hash(before: int, token: int) -> int:
     return hash((before, token))
 
 
-def sample_token(prefix: int, seed: int, position: int, vocab_size: int, forbidden: Collection[int] = ()) -> int:
+def sample_token(
+    prefix: int,
+    seed: int,
+    position: int,
+    vocab_size: int,
+    forbidden: Collection[int] = (),
+    allowed: Collection[int] | None = None,
+) -> int:
+    """`allowed` None allows all. Something must be left."""
     attempt = 0
     while True:
         token = hash((prefix, seed, position, attempt)) % vocab_size
-        if token not in forbidden:
+        if token not in forbidden and (allowed is None or token in allowed):
             return token
         attempt += 1
 
@@ -46,9 +56,13 @@ def fake_logprob(prefix: int, token: int) -> TokenLogprobs:
 def expected_output(
     request: GenerateRequest, seed: int, *, vocab_size: int, eos_ids: Sequence[int], window: int
 ) -> tuple[list[int], str]:
-    """Return all output tokens (resumed ones included) of a request that nobody ends early, and how it ends."""
+    """Return all output tokens (resumed ones included) of a request that nobody ends early, and how it ends. A grammar
+    is one of tests/support/walk_grammars.py."""
     sampling = request.sampling
-    ends = {*(() if sampling.ignore_eos else eos_ids), *sampling.stop_token_ids}
+    ends = end_ids(request, eos_ids)
+    walk = None
+    if request.grammar is not None:
+        walk = WalkGrammar(request.grammar.source, vocab_size).start(request.resume_ids)
     limit = min(len(request.prompt_ids) + (sampling.max_tokens or window), window)
     prefix = ROOT_HASH
     tokens = [*request.prompt_ids, *request.resume_ids]
@@ -56,13 +70,20 @@ def expected_output(
         prefix = prefix_hash(prefix, token)
     while True:
         index = len(tokens) - len(request.prompt_ids)
-        token = sample_token(prefix, seed, len(tokens), vocab_size, ends if index < sampling.min_tokens else ())
+        forbidden = ends if index < sampling.min_tokens else ()
+        allowed = None if walk is None else walk.allowed()
+        token = sample_token(prefix, seed, len(tokens), vocab_size, forbidden, allowed)
         tokens.append(token)
         prefix = prefix_hash(prefix, token)
-        if token in ends:
+        if token in ends or (walk is not None and walk.advance(token)):
             return tokens[len(request.prompt_ids) :], "stop"
         if len(tokens) >= limit:
             return tokens[len(request.prompt_ids) :], "length"
+
+
+def end_ids(request: GenerateRequest, eos_ids: Sequence[int]) -> set[int]:
+    """Return the tokens that end a request."""
+    return {*(() if request.sampling.ignore_eos else eos_ids), *request.sampling.stop_token_ids}
 
 
 def expected_prompt_logprobs(prompt_ids: Sequence[int]) -> list[TokenLogprobs | None]:
@@ -88,6 +109,12 @@ class LaunchedPlan:
     plan: StepPlan
     late: int
     blocks: list[set[int]] = field(default_factory=list)
+    masks: bytes | None = None
+
+    @property
+    def waits(self) -> bool:
+        """For its masks."""
+        return self.plan.num_masks > 0 and self.masks is None
 
 
 class FakeKVMemory:
@@ -141,6 +168,7 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan) -> None:
         assert len(self.in_flight) < self._max_in_flight, "too many steps in flight"
+        assert not any(launched.waits for launched in self.in_flight), "a step has not made its choices"
         assert plan.step == self._next_step, "steps are numbered without gaps"
         assert plan.rows, "a step without rows"
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot has two rows"
@@ -149,12 +177,21 @@ class FakeRunner:
             self.plans.append(plan)
         self.in_flight.append(LaunchedPlan(plan, self._rng.randint(0, self._max_late), self._touched(plan)))
 
+    def choose(self, masks: bytes) -> None:
+        launched = self.in_flight[-1]
+        assert launched.waits, "nobody waits for these masks"
+        assert len(masks) == launched.plan.num_masks * mask_bytes(self._vocab_size)
+        launched.masks = masks
+
     def collect(self, *, block: bool) -> list[StepResult]:
         results: list[StepResult] = []
         for launched in self.in_flight:
             launched.late -= 1
         while self.in_flight and (self.in_flight[0].late < 0 or (block and not results)):
-            results.append(self._execute(self.in_flight.popleft().plan))
+            if self.in_flight[0].waits:
+                assert results or not block, "a step is waited for that waits for its masks"
+                break
+            results.append(self._execute(self.in_flight.popleft()))
         return results
 
     def close(self) -> None:
@@ -176,7 +213,8 @@ class FakeRunner:
                 touched[group].update(table[first : -(-(row.start + row.count) // size)])
         return touched
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _execute(self, launched: LaunchedPlan) -> StepResult:
+        plan = launched.plan
         for slot in plan.freed_slots:
             del self._slots[slot]
         for new in plan.new_slots:
@@ -184,14 +222,15 @@ class FakeRunner:
             self._slots[new.slot] = FakeSlot(new, [[] for _ in self.memory.windows])
         self.rows_computed += len(plan.rows)
         self.tokens_computed += plan.num_tokens
-        return StepResult(plan.step, tuple(self._compute(row) for row in plan.rows), 0.001)
+        return StepResult(plan.step, tuple(self._compute(row, launched.masks) for row in plan.rows), 0.001)
 
-    def _compute(self, row: Row) -> RowResult:
+    def _compute(self, row: Row, masks: bytes | None) -> RowResult:
         slot = self._slots[row.slot]
         for table, blocks in zip(slot.tables, row.new_blocks, strict=True):
             table.extend(blocks)
         tokens = self._tokens_of(slot, row)
-        if slot.failed or self._rng.random() < self._row_error:
+        allowed = self._allowed(row, masks)
+        if slot.failed or self._rng.random() < self._row_error or allowed == []:
             # Rows of this slot that are in flight already are overshoot: they have no KV to go on from.
             slot.failed = True
             slot.next_position = row.start + row.count
@@ -219,9 +258,19 @@ class FakeRunner:
         sampling = slot.new.sampling
         assert sampling.max_tokens is None or index < sampling.max_tokens, "sampled beyond max_tokens"
         forbidden = slot.new.end_ids if index < sampling.min_tokens else ()
-        slot.sampled = sample_token(prefix, sampling.seed or 0, end, self._vocab_size, forbidden)
+        slot.sampled = sample_token(prefix, sampling.seed or 0, end, self._vocab_size, forbidden, allowed)
         chosen = None if sampling.logprobs is None else (fake_logprob(prefix, slot.sampled),)
         return RowResult(row.slot, (slot.sampled,), chosen, prompt_logprobs)
+
+    def _allowed(self, row: Row, masks: bytes | None) -> list[int] | None:
+        """Return what a row's mask allows; None for a row without one."""
+        if row.grammar_row is None:
+            return None
+        assert masks is not None, "a row's mask is not there"
+        assert row.sample, "a row has a mask and no choice"
+        size = mask_bytes(self._vocab_size)
+        bits = int.from_bytes(masks[row.grammar_row * size : (row.grammar_row + 1) * size], "little")
+        return [token for token in range(self._vocab_size) if bits >> token & 1]
 
     def _tokens_of(self, slot: FakeSlot, row: Row) -> Sequence[int]:
         assert row.count > 0
