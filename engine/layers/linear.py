@@ -26,16 +26,28 @@ class Linear(nn.Module):
         self.out_sizes = out_sizes
         self.weight = nn.Parameter(torch.empty(total, in_size, dtype=dtype, device=device), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(total, dtype=dtype, device=device), requires_grad=False) if bias else None
-        self._linear = ops.linear
+        self._linear, self._pack = ops.linear, ops.pack
 
     def forward(self, x: Tensor) -> Tensor:
         return self._linear(x, self.weight, self.bias)
 
+    def pack(self) -> None:
+        """Give the weight the layout that the product reads fastest. It is filled, and stays as it is from here on."""
+        self.weight = nn.Parameter(self._pack(self.weight.data), requires_grad=False)
+
     def named_parts(self, *names: str) -> list[tuple[str, Tensor]]:
-        """Return (checkpoint name, view to fill) of each part's weight and bias; `names` are in order of out_sizes."""
+        """Return (checkpoint name, view to fill) of each part's weight and bias; `names` are in order of out_sizes.
+
+        Of a packed weight they are copies.
+        """
         parts = []
         for tensor, suffix in ((self.weight, "weight"), (self.bias, "bias")):
             if tensor is not None:
-                views = torch.split(tensor.data, list(self.out_sizes))
+                views = torch.split(values_of(tensor), list(self.out_sizes))
                 parts += [(f"{name}.{suffix}", view) for name, view in zip(names, views, strict=True)]
         return parts
+
+
+def values_of(weight: Tensor) -> Tensor:
+    """Return the values of a weight, packed or not."""
+    return weight.to_dense() if weight.is_mkldnn else weight.data

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.layers import packed
 from engine.protocol import Numerics
 
 TILE_ROWS = 16
@@ -27,13 +28,15 @@ TILE_ROWS = 16
 class RowOps:
     """linear(x, weight, bias), silu_and_mul([gate | up]) and rms_norm(x, weight, eps), each over the last dimension.
 
-    add_rms_norm(x, residual, weight, eps) adds x to `residual` in place and returns the norm of the sum.
+    add_rms_norm(x, residual, weight, eps) adds x to `residual` in place and returns the norm of the sum. `pack` turns a
+    filled weight [out, in] into what `linear` reads fastest; `linear` takes it both ways.
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    pack: Callable[[Tensor], Tensor]
 
 
 def row_ops(numerics: Numerics, device: torch.device) -> RowOps:
@@ -41,13 +44,14 @@ def row_ops(numerics: Numerics, device: torch.device) -> RowOps:
     if device.type == "cuda":
         return kernel_ops(numerics)
     if numerics == "default":
-        return RowOps(F.linear, _silu_and_mul, _rms_norm, _add_rms_norm)
+        linear, pack = (packed.linear, packed.pack) if device.type == "cpu" else (F.linear, _as_it_is)
+        return RowOps(linear, _silu_and_mul, _rms_norm, _add_rms_norm, pack)
     if device.type != "cpu":
         raise ConfigError(
             f"numerics 'invariant' is not available on device '{device.type}'",
             hint="Use --device cpu, or --numerics default.",
         )
-    return RowOps(_linear_in_tiles, _silu_and_mul_by_exp, _rms_norm, _add_rms_norm)
+    return RowOps(_linear_in_tiles, _silu_and_mul_by_exp, _rms_norm, _add_rms_norm, _as_it_is)
 
 
 def kernel_ops(numerics: Numerics) -> RowOps:
@@ -60,7 +64,7 @@ def kernel_ops(numerics: Numerics) -> RowOps:
         # Measured on an H200: the library's products are faster from a few rows on, ours for a single one.
         return linear(x, weight, bias) if x.shape[0] == 1 else F.linear(x, weight, bias)
 
-    return RowOps(library_linear if numerics == "default" else linear, silu_and_mul, rms_norm, add_rms_norm)
+    return RowOps(library_linear if numerics == "default" else linear, silu_and_mul, rms_norm, add_rms_norm, _as_it_is)
 
 
 def check_row_independence(ops: RowOps, weights: Iterable[Tensor]) -> None:
@@ -77,6 +81,10 @@ def check_row_independence(ops: RowOps, weights: Iterable[Tensor]) -> None:
                 f"{weight.dtype} matrix depend on the batch",
                 hint="Use --numerics default, or another --dtype or --threads.",
             )
+
+
+def _as_it_is(weight: Tensor) -> Tensor:
+    return weight
 
 
 def _silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ def load_model(
         weights_digest = _fill(module, checkpoint, on_progress)
     finally:
         checkpoint.close()
+    module.pack()
     if config.numerics == "invariant":
         on_progress(1.0, "checking numerics")
         check_row_independence(ops, [p for p in module.parameters() if p.dim() == 2])

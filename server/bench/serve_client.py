@@ -154,14 +154,17 @@ class LoadClient:
 
 
 @asynccontextmanager
-async def connected(base: str, api_key: str | None, timeout_s: float) -> AsyncIterator[LoadClient]:
-    """Open a client; `timeout_s` is each request's whole time."""
+async def connected(
+    base: str, api_key: str | None, timeout_s: float, *, reuse: bool = True
+) -> AsyncIterator[LoadClient]:
+    """Open a client; `timeout_s` is each request's whole time. Without `reuse` each has a connection of its own."""
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
+    # Shorter than servers keep idle connections: a request on one that is just being closed would count as failed.
+    connector = aiohttp.TCPConnector(limit=0, **({"keepalive_timeout": 2} if reuse else {"force_close": True}))
     async with aiohttp.ClientSession(
-        # Shorter than servers keep idle connections: a request on one that is just being closed would count as failed.
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=timeout_s),
         headers=headers,
     ) as session:

@@ -41,6 +41,7 @@ class ServeBench(msgspec.Struct, frozen=True, kw_only=True):
     slo: Slo | None = None
     warm_up: int = 4
     timeout_s: float = 600.0
+    reuse_connections: bool = True
 
     def check(self) -> None:
         """Raise ConfigError where settings do not go together."""
@@ -90,7 +91,7 @@ async def measure(
 ) -> ServeResult:
     """`run` in a loop of the caller's. Cancelling is its Ctrl-C."""
     bench = msgspec.structs.replace(bench, url=base_url(bench.url))
-    async with connected(bench.url, api_key, bench.timeout_s) as client:
+    async with connected(bench.url, api_key, bench.timeout_s, reuse=bench.reuse_connections) as client:
         if not bench.options.model:
             named = msgspec.structs.replace(bench.options, model=await client.first_model())
             bench = msgspec.structs.replace(bench, options=named)

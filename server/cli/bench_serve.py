@@ -49,6 +49,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 @click.option("--extra-body", metavar="JSON", help="More fields of every request.")
 @click.option("--slo-ttft", type=_SECONDS, metavar="MS", help="Goodput: the longest TTFT.")
 @click.option("--slo-tpot", type=_SECONDS, metavar="MS", help="Goodput: the longest TPOT.")
+@click.option("--fresh-connections", is_flag=True, help="Open a connection for each request.")
 @click.option("--timeout", type=_SECONDS, default=600.0, metavar="S", help="The longest answer. [600]")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the result there, as JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw it there.")
@@ -77,6 +78,7 @@ def serve(
     extra_body: str | None,
     slo_ttft: float | None,
     slo_tpot: float | None,
+    fresh_connections: bool,
     timeout: float,
     out: Path | None,
     plot: Path | None,
@@ -126,6 +128,7 @@ def serve(
             "slo": _slo(slo_ttft, slo_tpot),
             "warm_up": (concurrency or 4) if warm_up is None else warm_up,
             "timeout_s": timeout,
+            "reuse_connections": not fresh_connections,
         },
         ServeBench,
     )
