@@ -1,7 +1,7 @@
 """One simulated worker: steps of chunked prefill and decode over a block cache, in virtual time.
 
-A step computes up to `chunk_tokens` of prompts, first come first served, and one token for every request that decodes.
-It takes as long as the slower of reading the weights and computing the prompts, and reading the context of what decodes:
+A step computes up to `chunk_tokens` of prompts, first come first served, and one token for each request that decodes.
+It takes as long as the slower of reading the weights and computing the prompts, and the reading of what decoding needs:
 
     step = max(weights_s, prompt tokens / prefill_rate) + context tokens / attention_rate
 """

@@ -29,7 +29,7 @@ class SimRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _TraceRow(msgspec.Struct):
-    """`timestamp` is in ms. `hash_ids` name blocks of the prompt together with all before them; the last may be short."""
+    """`timestamp` is in ms. Each of `hash_ids` names a block together with all before it; the last may be short."""
 
     timestamp: float
     input_length: int
@@ -114,9 +114,7 @@ class Conversations(msgspec.Struct, frozen=True, kw_only=True):
             if rng.random() < 1 / self.turns:
                 return turns
 
-    def _request(
-        self, number: int, at_s: float, session: str, head: bytes, tokens: int, output: int
-    ) -> SimRequest:
+    def _request(self, number: int, at_s: float, session: str, head: bytes, tokens: int, output: int) -> SimRequest:
         shared = self.shared_tokens // self.block_tokens
         names = (
             head + index.to_bytes(4, "big") if index < shared else session.encode() + index.to_bytes(4, "big")

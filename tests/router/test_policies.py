@@ -106,7 +106,9 @@ def test_prefix_names_what_a_cost_is_made_of() -> None:
             )
         ],
     )
-    assert score.reasons == pytest.approx({"queue_s": 0.5, "miss_s": 10.0, "fetch_s": 0.5, "decode_s": 5.0, "kv_s": 0.1})
+    assert score.reasons == pytest.approx(
+        {"queue_s": 0.5, "miss_s": 10.0, "fetch_s": 0.5, "decode_s": 5.0, "kv_s": 0.1}
+    )
     assert score.cost == pytest.approx(16.1)
 
 
@@ -166,9 +168,7 @@ def test_prefix_approx_remembers_where_prompts_were_sent() -> None:
 def test_prefix_approx_keeps_the_beginnings_of_prefixes_longest() -> None:
     policy = PrefixApprox(lambda: 0.0, max_blocks=2)
     policy.dispatched(query(keys=keys("a", "b", "c")), "t1")
-    with_a, without = (
-        policy.score(query(keys=keys(first)), candidates(2))[1].cost for first in ("a", "c")
-    )
+    with_a, without = (policy.score(query(keys=keys(first)), candidates(2))[1].cost for first in ("a", "c"))
     assert with_a < without
 
 
