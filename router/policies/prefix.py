@@ -1,13 +1,14 @@
 """The default policy: the predicted time until the first token, with a dearer price for tokens that are not cached.
 
-    cost = (queued + weight * missing) / prefill rate     what is computed before and for this prompt
+    cost = (queued + weight * missing) / prefill rate     what is computed before this prompt, and for it
          + tokens to fetch / fetch rate, per tier         or computing them again where that is faster
          + decode_steps * decoding context / decode rate  what this request's own answer will be slowed down by
          + kv * k / (1 - k)                               k: projected KV usage
 
-A missing token costs `weight` times its time, because computing it also takes a place in a cache that another prefix
-has to leave. There is no threshold: a target with a long queue loses the requests whose hit is not worth the wait, and
-no others.
+A missing token costs `weight` times its own time: computing it also delays all that comes behind it, and takes a place
+in a cache that another prefix has to leave. The more requests wait in the pool, the more are delayed, and the weight
+grows with them: near saturation a pool lives from its hits. There is no threshold: a target with a long queue loses the
+requests whose hit is not worth the wait, and no others.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ FULL = 0.99
 
 
 class PrefixWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """The weights of the terms above; that of a missing token is `miss + crowd * n`, at most `max_miss`."""
+    """The weights of the terms above. A missing token's is `miss + crowd * n`, at most `max_miss`, with n requests per
+    target that have had no output yet."""
 
     miss: float = 2.5
-    crowd: float = 1.0
+    crowd: float = 0.5
     max_miss: float = 10.0
     decode_steps: float = 5.0
     kv: float = 0.15

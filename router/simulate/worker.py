@@ -24,7 +24,7 @@ class WorkerModel(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill_rate: float = 20_000.0
     weights_s: float = 0.02
-    attention_rate: float = 50e6
+    attention_rate: float = 100e6
     chunk_tokens: int = 2048
     max_running: int = 256
     cache_blocks: int = 4000
