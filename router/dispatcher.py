@@ -18,13 +18,16 @@ from router.dispatches import MAX_SHARED_KEYS, Dispatch, DispatchObserver
 from router.in_flight import OWN, ClaimKey, TargetBooks
 from router.member import DispatchLease, Member, TargetStatus
 from router.pool_rates import PoolRates
-from router.values import NO_HIT, Candidate, Hit, Policy, Query, Score, TargetState
+from router.values import NO_HIT, Candidate, Hit, Policy, Query, Score, TargetState, Tier
 
 TIE = 0.02
 """Costs within this share of the least are equal: what is drawn among them keeps requests from moving in step."""
 
 FULL_KV = 0.95
 """A target whose KV would be fuller than this is passed over while another is not: it would preempt what runs."""
+
+
+NO_RATES: dict[Tier, float] = {}
 
 
 class Index(Protocol):
@@ -181,17 +184,18 @@ class Dispatcher:
 
     def _candidate(self, member: Member, query: Query, hit: Hit, now_s: float) -> Candidate:
         books, rates = member.books, member.rates
+        queued, decode_tokens, usage = books.view(query.prompt_tokens - hit.device, query.block_size, now_s)
         return Candidate(
             target_id=member.target_id,
             in_flight=books.in_flight,
             in_flight_tokens=books.in_flight_tokens,
             unanswered=books.unanswered,
-            queued_uncached_tokens=float(books.queued_uncached_tokens(now_s)),
-            decode_tokens=float(books.decode_tokens(now_s)),
-            kv_usage=books.kv_usage(query.prompt_tokens - hit.device, query.block_size, now_s),
+            queued_uncached_tokens=float(queued),
+            decode_tokens=float(decode_tokens),
+            kv_usage=usage,
             prefill_rate=self._rates.prefill(rates),
             decode_rate=self._rates.decode(rates),
-            fetch_rates=self._rates.fetch(rates) if hit.tokens > hit.device else {},
+            fetch_rates=self._rates.fetch(rates) if hit.tokens > hit.device else NO_RATES,
             hit=hit,
         )
 

@@ -178,11 +178,15 @@ def test_drift_is_what_the_engine_has_beyond_the_claims() -> None:
 
 def test_kv_usage_counts_what_is_on_its_way() -> None:
     books = TargetBooks()
-    assert books.kv_usage(640, 64, 0.0) == 0.0
+    assert books.view(640, 64, 0.0) == (0, 0, 0.0)
     books.begin(("", 1), 640, 128, now_s=0.0)
-    books.report(EngineLoad(kv_blocks_used=50, kv_blocks_total=100), 0.0)
-    assert books.kv_usage(640, 64, 0.0) == 0.62
-    assert books.kv_usage(10**9, 64, 0.0) == 1.0
+    assert books.view(640, 64, 0.0) == (128, 0, 0.0)
+    books.answer(("", 1))
+    assert books.view(640, 64, 0.0) == (0, 640, 0.0), "without a report: the prompts of those that were answered"
+    books.begin(("", 2), 640, 128, now_s=0.0)
+    books.report(EngineLoad(kv_blocks_used=50, kv_blocks_total=100, running_context_tokens=9), 0.0)
+    assert books.view(640, 64, 0.0) == (128, 9, 0.62)
+    assert books.view(10**9, 64, 0.0)[2] == 1.0
 
 
 def test_every_policy_keeps_its_books_through_faults_and_removals() -> None:
