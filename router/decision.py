@@ -6,7 +6,8 @@ A decision keeps the candidates as the policy saw them. Of many only the cheapes
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from heapq import nsmallest
 
 import msgspec
 
@@ -39,17 +40,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     options: tuple[Option, ...]
     passed_over: dict[str, str] = {}
     fail_open: bool = False
-
-
-class Answered(msgspec.Struct, frozen=True, kw_only=True):
-    """A prediction and what came of it, in tokens of the prompt."""
-
-    request_id: str
-    target_id: str
-    prompt_tokens: int
-    predicted_tokens: int
-    speculative_tokens: int
-    cached_tokens: int
 
 
 class DecisionLog:
@@ -87,3 +77,10 @@ class DecisionLog:
             if name == request_id or name.startswith(prefix)
             for number in numbers
         ]
+
+
+def options_of(candidates: Sequence[Candidate], scores: Sequence[Score], chosen: int) -> tuple[Option, ...]:
+    """Pair the cheapest candidates with their scores, the chosen one first."""
+    rest = (index for index in range(len(scores)) if index != chosen)
+    kept = nsmallest(KEPT_CANDIDATES - 1, rest, key=lambda index: scores[index].cost)
+    return tuple(Option(candidate=candidates[index], score=scores[index]) for index in (chosen, *kept))

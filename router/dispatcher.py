@@ -9,25 +9,25 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from heapq import nsmallest
 from typing import Protocol
 
-import msgspec
-
-from engine.protocol import EngineLoad, Outcome
-from router.breaker import Breaker, BreakerLimits, BreakerState
-from router.decision import KEPT_CANDIDATES, Answered, Decision, Option
+from engine.protocol import CachedTokens, EngineLoad, Outcome
+from router.breaker import BreakerLimits
+from router.decision import Decision, options_of
 from router.dispatches import MAX_SHARED_KEYS, Dispatch, DispatchObserver
 from router.in_flight import OWN, ClaimKey, TargetBooks
+from router.member import DispatchLease, Member, TargetStatus
 from router.pool_rates import PoolRates
-from router.rates import TargetRates
-from router.values import NO_HIT, Candidate, Hit, Policy, Query, Score, TargetState
+from router.values import NO_HIT, Candidate, Hit, Policy, Query, Score, TargetState, Tier
 
 TIE = 0.02
 """Costs within this share of the least are equal: what is drawn among them keeps requests from moving in step."""
 
 FULL_KV = 0.95
 """A target whose KV would be fuller than this is passed over while another is not: it would preempt what runs."""
+
+
+NO_RATES: dict[Tier, float] = {}
 
 
 class Index(Protocol):
@@ -42,76 +42,10 @@ class Index(Protocol):
     def lookup(self, query: Query) -> Mapping[str, Hit]: ...
 
 
-class TargetStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one target now, for those who look. `drift` is as in `TargetBooks.drift`."""
-
-    target_id: str
-    state: TargetState
-    breaker: BreakerState
-    breaker_trips: int
-    in_flight: int
-    in_flight_tokens: int
-    queued_uncached_tokens: int
-    drift: int | None
-    prefill_rate: float | None
-    load: EngineLoad | None
-
-
-class _Member:
-    """One target as the dispatcher knows it."""
-
-    def __init__(self, target_id: str, state: TargetState, breaker_limits: BreakerLimits) -> None:
-        self.target_id = target_id
-        self.state = state
-        self.books = TargetBooks()
-        self.rates = TargetRates()
-        self.breaker = Breaker(breaker_limits)
-
-
-class DispatchLease:
-    """One request's claim on one target: released once, however often it is asked to be.
-
-    It keeps the books that it was entered in: when the target was removed and added anew meanwhile, the new one's are
-    not touched.
-    """
-
-    def __init__(self, dispatcher: Dispatcher, member: _Member, lease_id: int, decision: Decision, hit: Hit) -> None:
-        self.lease_id = lease_id
-        self.decision = decision
-        self.hit = hit
-        self._member = member
-        self._dispatcher: Dispatcher | None = dispatcher
-        self._is_probe = member.breaker.begin(decision.at_s)
-        self._is_answered = False
-
-    @property
-    def target_id(self) -> str:
-        return self._member.target_id
-
-    def first_output(self, cached_tokens: int | None) -> None:
-        """The target has computed the prompt, `cached_tokens` of it aside (None: it does not say). The first call
-        counts."""
-        if self._dispatcher is None or self._is_answered:
-            return
-        self._is_answered = True
-        self._member.books.answer((OWN, self.lease_id))
-        if self._is_probe:
-            self._is_probe = False
-            self._member.breaker.probe_answered()
-        self._dispatcher._note_answer(self, cached_tokens)
-
-    def release(self, outcome: Outcome) -> None:
-        dispatcher, self._dispatcher = self._dispatcher, None
-        if dispatcher is None:
-            return
-        self._member.books.end((OWN, self.lease_id))
-        self._member.breaker.end(outcome, dispatcher.clock(), is_probe=self._is_probe)
-        dispatcher._note_release(self, outcome)
-
-
 class Dispatcher:
-    """`outcomes` counts ended leases by how they ended. `observer` is told of every lease, `on_answered` of every
-    prediction that was put to the test."""
+    """`outcomes` counts ended leases by how they ended. `observer` is told of every lease. `on_answered` is told what
+    was predicted of a prompt and what its answer said: target, both, and the block size (`HitCheck.observe`).
+    """
 
     def __init__(
         self,
@@ -126,11 +60,11 @@ class Dispatcher:
         self.clock = clock
         self.outcomes: Counter[Outcome] = Counter()
         self.observer: DispatchObserver | None = None
-        self.on_answered: Callable[[Answered], None] | None = None
+        self.on_answered: Callable[[str, Hit, CachedTokens, int], None] | None = None
         self._index = index
         self._rng = rng
         self._breaker_limits = breaker_limits or BreakerLimits()
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._rates = PoolRates()
         self._last_lease_id = 0
         self._peer_claims: dict[ClaimKey, TargetBooks] = {}
@@ -146,7 +80,7 @@ class Dispatcher:
         if member := self._members.get(target_id):
             member.state = state
             return
-        self._members[target_id] = _Member(target_id, state, self._breaker_limits)
+        self._members[target_id] = Member(target_id, state, self._breaker_limits)
         self._index.add_target(target_id)
 
     def remove_target(self, target_id: str) -> None:
@@ -177,21 +111,7 @@ class Dispatcher:
 
     def status(self) -> list[TargetStatus]:
         now_s = self.clock()
-        return [
-            TargetStatus(
-                target_id=one.target_id,
-                state=one.state,
-                breaker=one.breaker.state(now_s),
-                breaker_trips=one.breaker.trips,
-                in_flight=one.books.in_flight,
-                in_flight_tokens=one.books.in_flight_tokens,
-                queued_uncached_tokens=one.books.queued_uncached_tokens(now_s),
-                drift=one.books.drift(now_s),
-                prefill_rate=one.rates.prefill,
-                load=one.books.load,
-            )
-            for one in self._members.values()
-        ]
+        return [member.status(now_s) for member in self._members.values()]
 
     @property
     def in_flight(self) -> dict[str, int]:
@@ -234,7 +154,7 @@ class Dispatcher:
             prompt_tokens=query.prompt_tokens,
             predicted_tokens=hit.tokens,
             num_candidates=len(candidates),
-            options=_options(candidates, scores, chosen),
+            options=options_of(candidates, scores, chosen),
             passed_over=passed_over,
             fail_open=fail_open,
         )
@@ -242,9 +162,9 @@ class Dispatcher:
 
     def _eligible(
         self, exclude: Collection[str], unreachable: Collection[str], now_s: float
-    ) -> tuple[list[_Member], dict[str, str], bool]:
-        members: list[_Member] = []
-        broken: list[_Member] = []
+    ) -> tuple[list[Member], dict[str, str], bool]:
+        members: list[Member] = []
+        broken: list[Member] = []
         passed_over: dict[str, str] = {}
         for one in self._members.values():
             if one.target_id in exclude:
@@ -262,18 +182,20 @@ class Dispatcher:
         passed_over.update((one.target_id, f"breaker {one.breaker.state(now_s)}") for one in broken)
         return members, passed_over, False
 
-    def _candidate(self, member: _Member, query: Query, hit: Hit, now_s: float) -> Candidate:
+    def _candidate(self, member: Member, query: Query, hit: Hit, now_s: float) -> Candidate:
         books, rates = member.books, member.rates
+        queued, decode_tokens, usage = books.view(query.prompt_tokens - hit.device, query.block_size, now_s)
         return Candidate(
             target_id=member.target_id,
             in_flight=books.in_flight,
             in_flight_tokens=books.in_flight_tokens,
-            queued_uncached_tokens=float(books.queued_uncached_tokens(now_s)),
-            decode_tokens=float(books.decode_tokens(now_s)),
-            kv_usage=books.kv_usage(query.prompt_tokens - hit.device, query.block_size, now_s),
+            unanswered=books.unanswered,
+            queued_uncached_tokens=float(queued),
+            decode_tokens=float(decode_tokens),
+            kv_usage=usage,
             prefill_rate=self._rates.prefill(rates),
             decode_rate=self._rates.decode(rates),
-            fetch_rates=self._rates.fetch(rates) if hit.tokens > hit.device else {},
+            fetch_rates=self._rates.fetch(rates) if hit.tokens > hit.device else NO_RATES,
             hit=hit,
         )
 
@@ -285,7 +207,7 @@ class Dispatcher:
     def _lease(self, query: Query, decision: Decision, hit: Hit) -> DispatchLease:
         member = self._members[decision.target_id]
         self._last_lease_id += 1
-        lease = DispatchLease(self, member, self._last_lease_id, decision, hit)
+        lease = DispatchLease(member, self._last_lease_id, decision, hit, query.block_size, self)
         uncached = max(1, query.prompt_tokens - hit.tokens)
         member.books.begin((OWN, lease.lease_id), query.prompt_tokens, uncached, decision.at_s)
         self._index.speculate(member.target_id, query.keys)
@@ -299,22 +221,15 @@ class Dispatcher:
             )
         return lease
 
-    def _note_answer(self, lease: DispatchLease, cached_tokens: int | None) -> None:
+    def note_answer(self, lease: DispatchLease, cached: CachedTokens | None) -> None:
+        """Called by a lease, once at most."""
         if self.observer is not None:
             self.observer.first_output(lease.lease_id)
-        if self.on_answered is not None and cached_tokens is not None:
-            self.on_answered(
-                Answered(
-                    request_id=lease.decision.request_id,
-                    target_id=lease.target_id,
-                    prompt_tokens=lease.decision.prompt_tokens,
-                    predicted_tokens=lease.hit.tokens,
-                    speculative_tokens=lease.hit.speculative,
-                    cached_tokens=cached_tokens,
-                )
-            )
+        if self.on_answered is not None and cached is not None:
+            self.on_answered(lease.target_id, lease.hit, cached, lease.block_size)
 
-    def _note_release(self, lease: DispatchLease, outcome: Outcome) -> None:
+    def note_release(self, lease: DispatchLease, outcome: Outcome) -> None:
+        """Called by a lease, once."""
         self.outcomes[outcome] += 1
         if self.observer is not None:
             self.observer.released(lease.lease_id)
@@ -346,10 +261,3 @@ class Dispatcher:
         """Raise AssertionError when the books do not add up. For tests."""
         for one in self._members.values():
             one.books.check_integrity()
-
-
-def _options(candidates: Sequence[Candidate], scores: Sequence[Score], chosen: int) -> tuple[Option, ...]:
-    """Pair the cheapest candidates with their scores, the chosen one first."""
-    rest = (index for index in range(len(scores)) if index != chosen)
-    kept = nsmallest(KEPT_CANDIDATES - 1, rest, key=lambda index: scores[index].cost)
-    return tuple(Option(candidate=candidates[index], score=scores[index]) for index in (chosen, *kept))

@@ -108,18 +108,20 @@ class TargetBooks:
             return self._unanswered_uncached
         return load.queued_uncached_tokens + self._young_uncached
 
-    def decode_tokens(self, now_s: float) -> int:
-        """The context of the sequences that decode; without a report, the prompts of those that have been answered."""
-        load = self.fresh_load(now_s)
-        return load.running_context_tokens if load is not None else self.in_flight_tokens - self._unanswered_prompt
+    def view(self, coming_tokens: int, block_size: int, now_s: float) -> tuple[int, int, float]:
+        """Return the prompt tokens still to be computed, the context of the sequences that decode, and the share of KV
+        blocks in use when what is on its way and `coming_tokens` have been stored.
 
-    def kv_usage(self, coming_tokens: int, block_size: int, now_s: float) -> float:
-        """The share of KV blocks in use when what is on its way and `coming_tokens` have been stored; 0 if unknown."""
+        Without a report the context is taken to be the prompts of those that have been answered, the share to be 0.
+        """
         load = self.fresh_load(now_s)
-        if load is None or load.kv_blocks_total == 0:
-            return 0.0
-        coming_blocks = (self._young_uncached + coming_tokens) / block_size
-        return min(1.0, (load.kv_blocks_used + coming_blocks) / load.kv_blocks_total)
+        if load is None:
+            return self._unanswered_uncached, self.in_flight_tokens - self._unanswered_prompt, 0.0
+        usage = 0.0
+        if load.kv_blocks_total:
+            coming_blocks = (self._young_uncached + coming_tokens) / block_size
+            usage = min(1.0, (load.kv_blocks_used + coming_blocks) / load.kv_blocks_total)
+        return load.queued_uncached_tokens + self._young_uncached, load.running_context_tokens, usage
 
     def drift(self, now_s: float) -> int | None:
         """Requests that the engine has beyond the claims: other clients', or a fault of these books if it stays."""

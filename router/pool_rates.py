@@ -14,12 +14,9 @@ class _Mean:
     """The mean over the targets that have a value."""
 
     def __init__(self) -> None:
+        self.value: float | None = None
         self._values: dict[str, float] = {}
         self._sum = 0.0
-
-    @property
-    def value(self) -> float | None:
-        return self._sum / len(self._values) if self._values else None
 
     def set(self, target_id: str, value: float | None) -> None:
         self._sum -= self._values.pop(target_id, 0.0)
@@ -28,6 +25,7 @@ class _Mean:
             self._sum += value
         if not self._values:
             self._sum = 0.0
+        self.value = self._sum / len(self._values) if self._values else None
 
 
 class PoolRates:

@@ -18,7 +18,7 @@ FETCH_SPEEDUP: dict[Tier, float] = {"ram": 20.0, "disk": 5.0, "remote": 4.0}
 
 
 class Meter:
-    """A rate from pairs (amount, seconds).
+    """A `rate` from pairs (amount, seconds), None until there is one.
 
     Pairs are weighted by their amount: rate = sum(a * a) / sum(a * s). A step with few tokens takes hardly less time
     than one with many, and a plain quotient would call a target slow because it was asked for little. `half_life_s` of
@@ -27,13 +27,9 @@ class Meter:
 
     def __init__(self, half_life_s: float = 20.0) -> None:
         self._half_life_s = half_life_s
+        self.rate: float | None = None
         self._amounts = 0.0
         self._seconds = 0.0
-
-    @property
-    def rate(self) -> float | None:
-        """None until something has been measured."""
-        return self._amounts / self._seconds if self._seconds > 0 else None
 
     def add(self, amount: float, seconds: float) -> None:
         if amount <= 0 or seconds <= 0:
@@ -41,6 +37,7 @@ class Meter:
         fading = 0.5 ** (seconds / self._half_life_s)
         self._amounts = self._amounts * fading + amount * amount
         self._seconds = self._seconds * fading + amount * seconds
+        self.rate = self._amounts / self._seconds
 
 
 class TargetRates:

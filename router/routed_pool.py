@@ -16,7 +16,8 @@ from engine.protocol import EngineLoad, GenerateRequest, Lease, Outcome, TokenOu
 from kvstore.keys import KeyChain
 from router.admission import Admission, AdmissionLimits, Ticket
 from router.decision import DecisionLog
-from router.dispatcher import Dispatcher, DispatchLease
+from router.dispatcher import Dispatcher
+from router.member import DispatchLease
 from router.readiness import PATIENCE_S, WatchedTarget, refuse_while_loading, wait_for_any
 from router.values import Query, TargetState
 
@@ -33,7 +34,7 @@ class RoutedLease:
         self._lease = lease
 
     def first_output(self, output: TokenOutput) -> None:
-        self._lease.first_output(output.cached.total if output.cached is not None else None)
+        self._lease.first_output(output.cached)
         self._pool.admission.pump()
 
     def release(self, outcome: Outcome) -> None:

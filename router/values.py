@@ -55,7 +55,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One eligible target at the moment of a decision.
 
     `queued_uncached_tokens` are prompt tokens to be computed before this request's: the engine's last report, corrected
-    by what was dispatched since. `in_flight` counts requests under way, `in_flight_tokens` all their prompt tokens.
+    by what was dispatched since. `in_flight` counts requests under way, `in_flight_tokens` all their prompt tokens;
+    `unanswered` of them have had no output yet.
     `kv_usage` in [0, 1] is projected with this request. `decode_tokens` is the context of the sequences that decode.
     `prefill_rate` and `decode_rate` are measured for this target; `fetch_rates` are tokens/s by tier.
     """
@@ -63,6 +64,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     target_id: str
     in_flight: int = 0
     in_flight_tokens: int = 0
+    unanswered: int = 0
     queued_uncached_tokens: float = 0.0
     decode_tokens: float = 0.0
     kv_usage: float = 0.0

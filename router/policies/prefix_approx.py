@@ -34,7 +34,8 @@ class PrefixApprox:
 
     def score(self, query: Query, candidates: Sequence[Candidate]) -> list[Score]:
         blocks = self._matched_blocks(query.keys)
-        return [self._cost.score_one(query, one, self._hit(query, blocks.get(one.target_id, 0))) for one in candidates]
+        hits = [self._hit(query, blocks.get(one.target_id, 0)) for one in candidates]
+        return self._cost.score_hits(query, candidates, hits)
 
     def dispatched(self, query: Query, target_id: str) -> None:
         until_s = self._clock() + self._ttl_s

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from engine.errors import PressureError
-from engine.protocol import EngineLoad
+from engine.protocol import CachedTokens, EngineLoad
 from router.admission import Admission, AdmissionLimits, Ticket
-from router.dispatcher import Dispatcher, DispatchLease
+from router.dispatcher import Dispatcher
 from router.dispatches import Dispatch
 from router.index import PrefixIndex
+from router.member import DispatchLease
 from router.policies.registry import make_policy
 from router.simulate.virtual_time import VirtualTime
 from router.simulate.worker import Job, SimWorker
@@ -51,10 +52,12 @@ class SimPool:
         time: VirtualTime,
         rng: random.Random,
         block_tokens: int,
+        index_blocks: int,
         admission_limits: AdmissionLimits | None,
     ) -> None:
         self.workers = {worker.worker_id: worker for worker in workers}
-        self.index = PrefixIndex(10_000_000, time.clock)
+        # Room for all that the caches hold and for what was just sent: evictions here would be another subject.
+        self.index = PrefixIndex(index_blocks, time.clock)
         self.dispatcher = Dispatcher(make_policy(policy, time.clock, rng), self.index, time.clock, rng)
         self.admission = Admission(self.dispatcher.backlog, time.clock, admission_limits)
         self._time = time
@@ -138,7 +141,7 @@ class SimGateway:
         self._later(lambda: self.pool.workers[lease.target_id].submit(job))
 
     def _first_output(self, pool: SimPool, lease: DispatchLease, outcome: Outcome, cached_tokens: int) -> None:
-        lease.first_output(cached_tokens)
+        lease.first_output(CachedTokens(device=cached_tokens))
         pool.admission.pump()
         if pool is self.decode or self.decode is None:
             outcome.first_s = self._time.now

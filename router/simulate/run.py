@@ -79,7 +79,9 @@ class _World:
     def _make_gateway(self, number: int) -> SimGateway:
         cluster = self._cluster
         rng = random.Random(f"{cluster.seed}/{number}")
-        make = partial(SimPool, time=self._time, rng=rng, block_tokens=cluster.worker.block_tokens)
+        model = cluster.worker
+        index_blocks = 2 * model.cache_blocks * cluster.workers
+        make = partial(SimPool, time=self._time, rng=rng, block_tokens=model.block_tokens, index_blocks=index_blocks)
         pool, decode = make(cluster.policy, self.workers, admission_limits=cluster.admission), None
         self._pools.append(pool)
         if self.decode_workers:

@@ -1,7 +1,7 @@
 """One simulated worker: steps of chunked prefill and decode over a block cache, in virtual time.
 
-A step computes up to `chunk_tokens` of prompts, first come first served, and one token for every request that decodes.
-It takes as long as the slower of reading the weights and computing the prompts, then reads the context of what decodes:
+A step computes up to `chunk_tokens` of prompts, first come first served, and one token for each request that decodes.
+It takes as long as the slower of reading the weights and computing the prompts, and the reading of what decoding needs:
 
     step = max(weights_s, prompt tokens / prefill_rate) + context tokens / attention_rate
 """
@@ -24,7 +24,7 @@ class WorkerModel(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill_rate: float = 20_000.0
     weights_s: float = 0.02
-    attention_rate: float = 50e6
+    attention_rate: float = 100e6
     chunk_tokens: int = 2048
     max_running: int = 256
     cache_blocks: int = 4000

@@ -29,7 +29,7 @@ class SimRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _TraceRow(msgspec.Struct):
-    """`timestamp` is in ms. `hash_ids` name blocks of the prompt with all before them; the last may be short."""
+    """`timestamp` is in ms. Each of `hash_ids` names a block together with all before it; the last may be short."""
 
     timestamp: float
     input_length: int

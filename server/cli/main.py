@@ -22,6 +22,7 @@ from server.cli.doctor import doctor
 from server.cli.keys import keys
 from server.cli.pull import pull
 from server.cli.serve import serve
+from server.cli.simulate import simulate_command
 from server.cli.worker import worker
 from server.version import VERSION
 
@@ -54,6 +55,7 @@ headrace.add_command(completion)
 headrace.add_command(worker)
 headrace.add_command(doctor)
 headrace.add_command(bench)
+headrace.add_command(simulate_command)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -106,8 +106,9 @@ def test_prefix_names_what_a_cost_is_made_of() -> None:
             )
         ],
     )
-    reasons = {"queue_s": 0.5, "miss_s": 10.0, "fetch_s": 0.5, "decode_s": 5.0, "kv_s": 0.1}
-    assert score.reasons == pytest.approx(reasons)
+    assert score.reasons == pytest.approx(
+        {"queue_s": 0.5, "miss_s": 10.0, "fetch_s": 0.5, "decode_s": 5.0, "kv_s": 0.1}
+    )
     assert score.cost == pytest.approx(16.1)
 
 

@@ -1,0 +1,182 @@
+"""Who is admitted, who waits, who is refused; under any order of events the sums return to zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from engine.errors import PressureError
+from router.admission import Admission, AdmissionLimits, Ticket
+
+
+class Door:
+    """An admission queue in front of a pool of 100 tokens/s with a budget of 1,000 tokens."""
+
+    def __init__(self, **limits: Any) -> None:  # noqa: ANN401
+        self.now_s = 0.0
+        self.backlog = 0.0
+        self.rate: float | None = 100.0
+        self.ended: list[Ticket] = []
+        self.admission = Admission(
+            lambda: (self.backlog, self.rate), lambda: self.now_s, AdmissionLimits(budget_s=10.0, **limits)
+        )
+
+    def offer(self, tokens: int = 100, priority: int = 0) -> Ticket:
+        return self.admission.offer(tokens, priority, self.ended.append)
+
+    def admit_all(self) -> list[Ticket]:
+        """Let the pool be idle until nobody waits; return the tickets in the order of their turns."""
+        self.ended.clear()
+        self.backlog = 0
+        while self.admission.queued:
+            self.admission.pump()
+            for ticket in self.ended:
+                self.admission.settle(ticket)
+        return self.ended
+
+
+def test_a_budget_of_seconds_may_be_under_way_and_what_comes_beyond_waits() -> None:
+    door = Door()
+    first = door.offer(600)
+    assert first.state == "admitted"
+    second = door.offer(600)
+    assert second.state == "waiting", "the first is not in the backlog yet and counts all the same"
+    door.backlog = 600
+    door.admission.settle(first)
+    door.admission.pump()
+    assert second.state == "waiting"
+    door.backlog = 400
+    door.admission.pump()
+    assert door.ended == [second]
+    assert second.state == "admitted"
+
+
+def test_an_idle_pool_takes_any_prompt_and_an_unmeasured_one_takes_all() -> None:
+    door = Door()
+    assert door.offer(10**6).state == "admitted"
+    assert door.offer(1).state == "waiting"
+    door = Door()
+    door.rate = None
+    assert {door.offer(10**6).state for _ in range(3)} == {"admitted"}
+
+
+def test_who_came_first_goes_first_also_if_one_behind_would_fit() -> None:
+    door = Door()
+    door.backlog = 900
+    big, small = door.offer(200), door.offer(50)
+    door.admission.pump()
+    assert (big.state, small.state) == ("waiting", "waiting")
+    assert door.admit_all() == [big, small]
+
+
+def test_a_smaller_priority_goes_first_and_waiting_makes_up_for_a_larger_one() -> None:
+    door = Door(aging_s=10.0)
+    door.backlog = 1000
+    late_batch = door.offer(priority=1)
+    door.now_s = 9.0
+    default, interactive = door.offer(), door.offer(priority=-1)
+    assert door.admit_all() == [interactive, default, late_batch]
+    door.backlog, door.now_s = 1000, 20.0
+    old_batch = door.offer(priority=1)
+    door.now_s = 31.0
+    newcomer = door.offer()
+    assert door.admit_all() == [old_batch, newcomer]
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
+    door = Door(max_queued=2)
+    door.backlog = 1000
+    door.offer(300), door.offer(300)
+    with pytest.raises(PressureError) as refused:
+        door.offer(300)
+    assert refused.value.retry_after_s == pytest.approx(6.0)
+    assert door.admission.shed_total == 1
+
+
+def test_a_full_queue_sheds_its_last_of_a_lower_class_for_a_higher_one() -> None:
+    door = Door(max_queued=2)
+    door.backlog = 1000
+    first, last = door.offer(priority=2), door.offer(priority=2)
+    better = door.offer(priority=0)
+    assert (first.state, last.state, better.state) == ("waiting", "shed", "waiting")
+    assert door.ended == [last]
+    with pytest.raises(PressureError):
+        door.offer(priority=2)
+
+
+def test_a_queue_of_no_places_refuses_all_that_does_not_fit() -> None:
+    door = Door(max_queued=0)
+    door.backlog = 1000
+    with pytest.raises(PressureError):
+        door.offer(priority=-5)
+
+
+def test_one_that_left_is_passed_over() -> None:
+    door = Door()
+    door.backlog = 1000
+    first, second = door.offer(), door.offer()
+    door.admission.leave(first)
+    door.admission.leave(first)
+    assert door.admission.queued == 1
+    assert door.admit_all() == [second]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Tickets that wait, leave, are shed, are settled."""
+
+    tickets: Bundle[Ticket] = Bundle("tickets")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.door = Door(max_queued=4)
+        self.mine: list[Ticket] = []
+
+    @rule(target=tickets, tokens=st.integers(1, 2000), priority=st.integers(-20, 20))
+    def offer(self, tokens: int, priority: int) -> Ticket:
+        try:
+            ticket = self.door.offer(tokens, priority)
+        except PressureError:
+            ticket = Ticket(tokens, priority, 0.0, lambda ticket: None)
+            ticket.state = "shed"
+            return ticket
+        self.mine.append(ticket)
+        return ticket
+
+    @rule(tokens=st.integers(0, 3000), seconds=st.floats(0, 100))
+    def pool_moves(self, tokens: int, seconds: float) -> None:
+        self.door.backlog = tokens
+        self.door.now_s += seconds
+        self.door.admission.pump()
+
+    @rule(ticket=tickets)
+    def leave(self, ticket: Ticket) -> None:
+        self.door.admission.leave(ticket)
+
+    @rule(ticket=consumes(tickets), times=st.integers(1, 2))
+    def settle(self, ticket: Ticket, times: int) -> None:
+        for _ in range(times):
+            self.door.admission.settle(ticket)
+
+    @invariant()
+    def sums_are_those_of_the_tickets(self) -> None:
+        admission = self.door.admission
+        waiting = [one for one in self.mine if one.state == "waiting"]
+        assert admission.queued == len(waiting) <= 4
+        assert admission.queued_tokens == sum(one.tokens for one in waiting)
+        assert admission.unsettled_tokens == sum(one.tokens for one in self.mine if one.state == "admitted")
+        told = self.door.ended
+        assert len(told) == len({id(one) for one in told}), "told once"
+
+    def teardown(self) -> None:
+        for ticket in self.mine:
+            self.door.admission.leave(ticket)
+            self.door.admission.settle(ticket)
+        assert (self.door.admission.queued, self.door.admission.unsettled_tokens) == (0, 0)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
