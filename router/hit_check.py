@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from router.decision import Answered
+from engine.protocol import CachedTokens
+from router.values import Hit
 
 WINDOW_REQUESTS = 100
 MAX_MISSES = 5
@@ -35,24 +36,23 @@ class HitCheck:
         self._on_suspicion = on_suspicion
         self._misses: dict[str, deque[bool]] = {}
 
-    def observe(self, answered: Answered, block_size: int) -> None:
-        """Note the first output of a request, and what had been predicted of it."""
-        predicted, cached = answered.predicted_tokens, answered.cached_tokens
-        error = predicted - answered.speculative_tokens - cached
+    def observe(self, target_id: str, predicted: Hit, cached: CachedTokens, block_size: int) -> None:
+        """Note the first output of a request: `cached` of its prompt was not computed, `predicted` was expected."""
+        error = predicted.tokens - predicted.speculative - cached.total
         is_miss = error > TOLERANCE_BLOCKS * block_size
         counters = self.counters
         counters["requests"] += 1
         counters["misses"] += is_miss
-        counters["predicted_tokens"] += predicted
-        counters["cached_tokens"] += cached
+        counters["predicted_tokens"] += predicted.tokens
+        counters["cached_tokens"] += cached.total
         counters["overestimated_tokens"] += max(0, error)
-        counters["underestimated_tokens"] += max(0, cached - predicted)
-        window = self._misses.setdefault(answered.target_id, deque(maxlen=WINDOW_REQUESTS))
+        counters["underestimated_tokens"] += max(0, cached.total - predicted.tokens)
+        window = self._misses.setdefault(target_id, deque(maxlen=WINDOW_REQUESTS))
         window.append(is_miss)
         if is_miss and sum(window) >= MAX_MISSES:
             window.clear()
             counters["suspicions"] += 1
-            self._on_suspicion(answered.target_id)
+            self._on_suspicion(target_id)
 
     def forget(self, target_id: str) -> None:
         """The target is gone, or another process has taken its place."""

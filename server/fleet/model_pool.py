@@ -10,8 +10,8 @@ from typing import Any
 
 import zmq
 
+from engine.protocol import CachedTokens
 from router.admission import AdmissionLimits
-from router.decision import Answered
 from router.dispatcher import Dispatcher
 from router.feed import IndexFeed
 from router.hit_check import HitCheck
@@ -20,7 +20,7 @@ from router.policies.registry import make_policy
 from router.routed_pool import RoutedPool
 from router.sharing import DispatchSharing
 from router.supervisor import Supervisor
-from router.values import TargetState
+from router.values import Hit, TargetState
 from server.config import RoutingConfig
 from server.fleet.admin import EveryAdmin
 from server.fleet.link import RankLink
@@ -114,9 +114,9 @@ class ModelPool:
         if rank.events is not None:
             self.feed.open_target(link.target_id, rank.events, rank.events_replay, public_key=link.record.public_key)
 
-    def _check_prediction(self, answered: Answered) -> None:
-        if self.pool.block_size is not None and self.feed.is_synced(answered.target_id):
-            self.hits.observe(answered, self.pool.block_size)
+    def _check_prediction(self, target_id: str, predicted: Hit, cached: CachedTokens, block_size: int) -> None:
+        if self.feed.is_synced(target_id):
+            self.hits.observe(target_id, predicted, cached, block_size)
 
 
 async def stop(task: asyncio.Task[Any]) -> None:
