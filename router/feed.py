@@ -148,6 +148,9 @@ class IndexFeed:
         for target_id in list(self._subscribers):
             await self.close_target(target_id)
 
+    def follows(self, target_id: str) -> bool:
+        return target_id in self._subscribers
+
     def is_synced(self, target_id: str) -> bool:
         """Whether the index knows what the target has; False means that claims are missing."""
         subscriber = self._subscribers.get(target_id)

@@ -80,7 +80,6 @@ class ModelPool:
         self.links[link.target_id] = link
         self.pool.add(link, state)
         link.engine.on_load = lambda load: self.pool.report_load(link.target_id, load)
-        self._open_events(link)
         self.readiness.note_new_engine()
 
     async def drop(self, target_id: str) -> None:
@@ -102,17 +101,17 @@ class ModelPool:
         await self.feed.close_target(target_id)
         if self.links.get(target_id) is link:
             self.pool.renew(target_id)
-            self._open_events(link)
+            self.learn(link)
 
     def learn(self, link: RankLink) -> None:
-        """Take what an engine says of itself: all of a pool agree on it."""
-        if self._with_events and link.info is not None and self.pool.block_size is None:
+        """Take what an engine says of itself, once it can: all of a pool agree on it. It publishes from then on."""
+        if not self._with_events or link.info is None:
+            return
+        if self.pool.block_size is None:
             self.pool.block_size = link.info.block_size
-
-    def _open_events(self, link: RankLink) -> None:
-        rank = link.rank
-        if rank.events is not None:
-            self.feed.open_target(link.target_id, rank.events, rank.events_replay, public_key=link.record.public_key)
+        rank, name = link.rank, link.target_id
+        if rank.events is not None and not self.feed.follows(name):
+            self.feed.open_target(name, rank.events, rank.events_replay, public_key=link.record.public_key)
 
     def _check_prediction(self, target_id: str, predicted: Hit, cached: CachedTokens, block_size: int) -> None:
         if self.feed.is_synced(target_id):

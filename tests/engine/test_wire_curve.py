@@ -217,6 +217,7 @@ def test_a_key_file_is_private_and_never_overwritten(tmp_path: Path) -> None:
         (f"public {FRIEND.public}\nsecret {STRANGER.secret}\n", "do not belong together"),
         ("\xff" * 100, "holds no pair"),
     ],
+    ids=["empty", "no keys", "no Z85", "of two pairs", "no text"],
 )
 def test_a_key_file_that_cannot_be_used_is_refused_without_showing_it(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "key"
