@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -54,7 +54,8 @@ class Fleet:
         self._gate = CompatibilityGate()
         self._records: tuple[WorkerRecord, ...] = ()
         self._links: dict[str, RankLink] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._changes: set[asyncio.Task[None]] = set()
+        self._waits: set[asyncio.Task[None]] = set()
         self._watches: list[asyncio.Task[None]] = []
 
     def served(self) -> Sequence[ServedModel]:
@@ -71,8 +72,10 @@ class Fleet:
             self._watches.append(asyncio.create_task(self._watch_gateways(self._sharing)))
 
     async def close(self) -> None:
-        for task in (*self._watches, *self._tasks):
+        for task in (*self._watches, *self._waits):
             await stop(task)
+        if self._changes:
+            await asyncio.wait(self._changes)
         for pool in self.pools.values():
             await pool.close()
         for link in self._links.values():
@@ -104,8 +107,8 @@ class Fleet:
                 continue
             del self._links[name]
             if (pool := self.pools.get(link.record.model)) is not None:
-                self._spawn(pool.drop(name))
-            self._spawn(link.retire())
+                _keep(self._changes, pool.drop(name))
+            _keep(self._waits, link.retire())
         for name, (record, rank) in listed.items():
             if name not in self._links:
                 self._links[name] = link = RankLink(record, rank, self._keys, self._changed)
@@ -115,7 +118,7 @@ class Fleet:
         if self._links.get(link.target_id) is not link:
             return
         if is_new_process and (pool := self.pools.get(link.record.model)) is not None:
-            self._spawn(pool.renew(link.target_id))
+            _keep(self._changes, pool.renew(link.target_id))
         self._reconcile()
 
     def _reconcile(self) -> None:
@@ -133,7 +136,7 @@ class Fleet:
         for pool in self.pools.values():
             for link in list(pool.links.values()):
                 if link.record.worker_id not in allowed:
-                    self._spawn(pool.drop(link.target_id))
+                    _keep(self._changes, pool.drop(link.target_id))
 
     def _pool(self, model: str) -> ModelPool:
         pool = self.pools.get(model)
@@ -147,7 +150,7 @@ class Fleet:
                 with_events=self._with_events,
             )
             pool.start()
-            self._spawn(self._note_opened(pool.model))
+            _keep(self._waits, self._note_opened(pool.model))
         return pool
 
     async def _note_opened(self, model: ServedModel) -> None:
@@ -158,10 +161,12 @@ class Fleet:
         assert self._keys is not None
         secure_client(socket, keys=self._keys, server_key=server_key)
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+    """Run it as one of `tasks`, which keep it alive to its end."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
 
 
 def _as_known(record: WorkerRecord, links: dict[str, RankLink]) -> WorkerRecord:
@@ -171,7 +176,8 @@ def _as_known(record: WorkerRecord, links: dict[str, RankLink]) -> WorkerRecord:
     for rank in record.ranks:
         link = links.get(target_id(record.worker_id, rank.dp_rank))
         if link is not None and link.info is not None:
-            return msgspec.structs.replace(record, state="ready", compatibility=compatibility_digest(link.info))
+            state: TargetState = "ready" if record.state == "starting" else record.state
+            return msgspec.structs.replace(record, state=state, compatibility=compatibility_digest(link.info))
     return record
 
 

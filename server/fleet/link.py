@@ -55,11 +55,13 @@ class RankLink:
         """Close once its streams have ended: being on no list is no reason to break them."""
         if self._watch is not None:
             self._watch.cancel()
-        while self.engine.num_running and self.engine.state().state in ("ready", "draining"):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RETIRE_POLL_S):
-                    await self.engine.wait_changed()
-        self.engine.close()
+        try:
+            while self.engine.num_running and self.engine.state().state in ("ready", "draining"):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(RETIRE_POLL_S):
+                        await self.engine.wait_changed()
+        finally:
+            self.engine.close()
 
     async def _follow(self) -> None:
         incarnation: str | None = None

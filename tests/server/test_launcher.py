@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -100,7 +101,8 @@ def started(tmp_path: Path) -> Iterator[list[Serve]]:
         if server.process.poll() is None:
             family = [server.process, *server.process.children(recursive=True)]
             for member in family:
-                member.kill()
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
             psutil.wait_procs(family, timeout=10)
 
 

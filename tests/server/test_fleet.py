@@ -1,0 +1,160 @@
+"""The fleet over real engine processes: who is listed serves, who is gone does not, and streams survive the change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.protocol import GenerateRequest, SamplingParams
+from router.registry.base import RankAddress, WorkerRecord
+from server.config import RoutingConfig
+from server.fleet.fleet import Fleet
+from server.fleet.model_pool import ModelPool
+from tests.support.listed_registry import ListedRegistry
+from tests.support.processes import text_core
+from tests.support.text_core import ALPHABET
+from tests.support.until import until
+
+MODEL = "tiny"
+
+
+def record(path: Path, name: str, **fields: object) -> WorkerRecord:
+    known = {"worker_id": name, "incarnation": "1", "model": MODEL}
+    ranks = (RankAddress(dp_rank=0, wire=f"ipc://{path}/{name}"),)
+    return WorkerRecord(**{**known, "ranks": ranks, **fields})  # type: ignore[arg-type]
+
+
+def request(name: str, count: int) -> GenerateRequest:
+    return GenerateRequest(request_id=name, prompt_ids=[5, 6], sampling=SamplingParams(seed=1, max_tokens=count))
+
+
+async def run(pool: ModelPool, name: str, count: int = 50) -> list[int]:
+    return [token async for output in pool.supervisor.generate(request(name, count)) for token in output.token_ids]
+
+
+def expected(count: int) -> list[int]:
+    return [ALPHABET[index % 26] for index in range(count)]
+
+
+@asynccontextmanager
+async def fleet_over(registry: ListedRegistry) -> AsyncIterator[Fleet]:
+    fleet = Fleet(registry, RoutingConfig(policy="least_requests"))
+    await fleet.start()
+    try:
+        await until(lambda: MODEL in fleet.pools, "the model has a pool")
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+async def ready(pool: ModelPool, *names: str) -> None:
+    await until(
+        lambda: sorted(one.target_id for one in pool.links.values() if one.engine.is_ready) == sorted(names),
+        f"{names} are ready",
+    )
+
+
+async def test_requests_are_spread_over_all_that_are_listed(tmp_path: Path) -> None:
+    with text_core(f"ipc://{tmp_path}/a", step_s=0.001), text_core(f"ipc://{tmp_path}/b", step_s=0.001):
+        async with fleet_over(ListedRegistry(record(tmp_path, "a"), record(tmp_path, "b"))) as fleet:
+            pool = fleet.pools[MODEL]
+            await ready(pool, "a/0", "b/0")
+            tasks = [asyncio.create_task(run(pool, f"r{number}", 1000)) for number in range(8)]
+            await until(lambda: pool.pool.in_flight == {"a/0": 4, "b/0": 4}, "they share the load")
+            assert [await task for task in tasks] == [expected(1000)] * 8
+            assert set(pool.pool.in_flight.values()) == {0}
+            (model,) = fleet.served()
+            await model.opened.wait()
+            assert model.name == MODEL
+
+
+async def test_a_stream_outlives_its_engine_and_the_next_process_is_used_again(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        first = stack.enter_context(text_core(f"ipc://{tmp_path}/a", step_s=0.001))
+        stack.enter_context(text_core(f"ipc://{tmp_path}/b", step_s=0.001))
+        fleet = await stack.enter_async_context(
+            fleet_over(ListedRegistry(record(tmp_path, "a"), record(tmp_path, "b")))
+        )
+        pool = fleet.pools[MODEL]
+        await ready(pool, "a/0", "b/0")
+        tasks = [asyncio.create_task(run(pool, f"r{number}", 2000)) for number in range(4)]
+        await until(lambda: pool.pool.in_flight == {"a/0": 2, "b/0": 2}, "both work")
+        first.kill()
+        assert [await task for task in tasks] == [expected(2000)] * 4
+        await ready(pool, "b/0")
+        stack.enter_context(text_core(f"ipc://{tmp_path}/a", step_s=0.001))
+        await ready(pool, "a/0", "b/0")
+        assert await run(pool, "again") == expected(50)
+
+
+async def test_who_is_no_longer_listed_gets_nothing_new_and_ends_what_it_has(tmp_path: Path) -> None:
+    with text_core(f"ipc://{tmp_path}/a", step_s=0.001), text_core(f"ipc://{tmp_path}/b", step_s=0.001):
+        registry = ListedRegistry(record(tmp_path, "a"))
+        async with fleet_over(registry) as fleet:
+            pool = fleet.pools[MODEL]
+            await ready(pool, "a/0")
+            stream = asyncio.create_task(run(pool, "long", 3000))
+            await until(lambda: pool.pool.in_flight == {"a/0": 1}, "it runs")
+            registry.list(record(tmp_path, "b"))
+            await ready(pool, "b/0")
+            assert not stream.done()
+            assert await run(pool, "new") == expected(50)
+            assert pool.pool.in_flight == {"b/0": 0}
+            assert await stream == expected(3000)
+            assert pool.supervisor.counters["resumed"] == 0, "nothing had to be moved"
+
+
+@pytest.mark.parametrize("state", ["draining", "dead"])
+async def test_a_record_says_that_its_worker_takes_nothing_new(tmp_path: Path, state: str) -> None:
+    with text_core(f"ipc://{tmp_path}/a", step_s=0.001), text_core(f"ipc://{tmp_path}/b", step_s=0.001):
+        registry = ListedRegistry(record(tmp_path, "a"), record(tmp_path, "b"))
+        async with fleet_over(registry) as fleet:
+            pool = fleet.pools[MODEL]
+            await ready(pool, "a/0", "b/0")
+            stream = asyncio.create_task(run(pool, "first", 3000))
+            await until(lambda: sum(pool.pool.in_flight.values()) == 1, "it runs")
+            (busy,) = (name for name, count in pool.pool.in_flight.items() if count)
+            free = "b/0" if busy == "a/0" else "a/0"
+            names = [record(tmp_path, name, state=state if f"{name}/0" == busy else "starting") for name in "ab"]
+            registry.list(*names)
+            await until(
+                lambda: {one.target_id: one.state for one in pool.pool.dispatcher.status()}.get(busy) in (state, None),
+                "the change is known",
+            )
+            tasks = [asyncio.create_task(run(pool, f"r{number}", 500)) for number in range(4)]
+            await until(lambda: pool.pool.in_flight[free] == 4, "all go to the other one")
+            assert [await task for task in tasks] == [expected(500)] * 4
+            assert await stream == expected(3000)
+
+
+async def test_a_worker_that_differs_from_the_others_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with text_core(f"ipc://{tmp_path}/a"), text_core(f"ipc://{tmp_path}/b"):
+        right = record(tmp_path, "a", state="ready", compatibility="1" * 64)
+        registry = ListedRegistry(right)
+        async with fleet_over(registry) as fleet:
+            pool = fleet.pools[MODEL]
+            await ready(pool, "a/0")
+            registry.list(right, record(tmp_path, "b", state="ready", compatibility="2" * 64))
+            await until(lambda: len(fleet.links) == 2, "both are connected to")
+            assert list(pool.links) == ["a/0"]
+            assert "1" * 64 in caplog.text
+            assert "2" * 64 in caplog.text
+            registry.list(right, record(tmp_path, "b", state="ready", compatibility="1" * 64))
+            await ready(pool, "a/0", "b/0")
+
+
+async def test_models_have_pools_of_their_own(tmp_path: Path) -> None:
+    with text_core(f"ipc://{tmp_path}/a"), text_core(f"ipc://{tmp_path}/b"):
+        registry = ListedRegistry(record(tmp_path, "a"), record(tmp_path, "b", model="other"))
+        async with fleet_over(registry) as fleet:
+            await until(lambda: set(fleet.pools) == {MODEL, "other"}, "both have one")
+            await ready(fleet.pools[MODEL], "a/0")
+            await ready(fleet.pools["other"], "b/0")
+            assert await run(fleet.pools["other"], "r") == expected(50)
+            assert fleet.pools[MODEL].pool.dispatcher.outcomes == {}
