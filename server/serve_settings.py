@@ -131,6 +131,14 @@ SETTINGS: tuple[Setting, ...] = (
         low=0.001,
     ),
     Setting(
+        name="stall-timeout",
+        field="routing.stall_timeout_s",
+        section=FLEET,
+        help="Others go on with the requests of an engine that is connected and has said nothing for so long.",
+        kind="duration",
+        low=1,
+    ),
+    Setting(
         name="index-blocks",
         field="routing.index_blocks",
         section=FLEET,

@@ -93,7 +93,7 @@ class RemoteEngine:
 
     With `keys`, our own, the connection is encrypted, and the engine must hold the secret of `server_key` (Z85).
     With `watch_load` the engine reports its load whenever it changes; `on_load` is then called with each report.
-    `counters` are cumulative: malformed frames, outputs that came late or twice, connections lost.
+    `counters` are cumulative: malformed frames, outputs that came late or twice, connections lost, and given up.
     """
 
     def __init__(
@@ -108,7 +108,9 @@ class RemoteEngine:
         self.address = address
         self.submits_sent = 0
         """Of this connection. `submits_reported` is how many of them the latest load report counts."""
-        self.counters = {"malformed_frames": 0, "late_outputs": 0, "lost_connections": 0}
+        self.frames_received = 0
+        """In all. With `watch_load` an engine that is ready sends ten a second and more, except within a step."""
+        self.counters = {"malformed_frames": 0, "late_outputs": 0, "lost_connections": 0, "given_up": 0}
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(wire.EngineMessage).decode
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -150,6 +152,17 @@ class RemoteEngine:
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
+
+    def give_up(self, reason: str) -> None:
+        """End every running request with EngineDiedError and begin anew, as if the connection had been lost.
+
+        For an engine that is connected and does not answer. When it wakes it finds the old connection gone and ends its
+        requests, and what it says on that one reaches nobody; it is ready here once it has answered on the new one.
+        """
+        if self._context is not None:
+            self.counters["given_up"] += 1
+            self._lose(reason)
+            self._connect()
 
     @property
     def is_ready(self) -> bool:
@@ -416,6 +429,7 @@ class RemoteEngine:
             self._session.send(frame)
 
     def _receive(self, frame: bytes) -> None:
+        self.frames_received += 1
         try:
             message = self._decode(frame)
         except (ValueError, msgspec.MsgspecError, RecursionError):

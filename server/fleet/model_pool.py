@@ -25,6 +25,7 @@ from server.config import RoutingConfig
 from server.fleet.admin import EveryAdmin
 from server.fleet.link import RankLink
 from server.fleet.readiness import EnginesReadiness
+from server.fleet.stalls import StallWatch
 from server.served_model import ServedModel
 
 SMALL_INDEX_BLOCKS = 1024
@@ -64,11 +65,16 @@ class ModelPool:
         self.readiness = EnginesReadiness(lambda: [link.engine for link in self.links.values()])
         admin = EveryAdmin(lambda: [link.engine for link in self.links.values()])
         self.model = ServedModel(self.supervisor, self.readiness, name=name, admin=admin)
+        self._stalls = StallWatch(lambda: [link.engine for link in self.links.values()], config.stall_timeout_s)
+        self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self.model.start()
+        self._watch = asyncio.create_task(self._stalls.run())
 
     async def close(self) -> None:
+        if self._watch is not None:
+            await stop(self._watch)
         await self.model.close()
         await self.feed.close()
 

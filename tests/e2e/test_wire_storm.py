@@ -157,7 +157,7 @@ def assert_booked_once(peers: list[Peer], books: Books, load: EngineLoad) -> Non
     attempts = sum(peer.supervisor.counters["attempts"] for peer in peers)
     assert sum(load.requests_total.values()) == attempts - books.refused
     for peer in peers:
-        assert peer.engine.counters == {"malformed_frames": 0, "late_outputs": 0, "lost_connections": 0}
+        assert peer.engine.counters == {"malformed_frames": 0, "late_outputs": 0, "lost_connections": 0, "given_up": 0}
     assert load.requests_total.get("error", 0) == 0
     assert (load.running, load.waiting, load.waiting_kv, load.kv_blocks_used) == (0, 0, 0, 0)
 

@@ -194,7 +194,7 @@ async def test_a_thousand_aborts_and_closes_leave_nothing_behind(
     load = await engine.load()
     assert load.running == 0
     assert set(load.requests_total) == {"abort", "stop", "length"}
-    assert engine.counters == {"malformed_frames": 0, "late_outputs": 0, "lost_connections": 0}
+    assert engine.counters == {"malformed_frames": 0, "late_outputs": 0, "lost_connections": 0, "given_up": 0}
 
 
 async def test_a_killed_engine_fails_every_stream_and_is_found_again(

@@ -103,6 +103,7 @@ SAMPLES = {
     "prefill-budget": ("10s", 10.0),
     "max-queued": ("10", 10),
     "hedge-after": ("500ms", 0.5),
+    "stall-timeout": ("7s", 7.0),
     "index-blocks": ("5000", 5000),
     "drain-timeout": ("1.5m", 90.0),
     "request-timeout": ("30", 30.0),

@@ -19,7 +19,13 @@ from tests.support.raw_http import exchange
 from tests.support.until import until
 
 ROOT = Path(__file__).parents[2]
-COMMAND = "import sys; from server.cli.main import main; main()"
+COMMAND = """
+import functools, sys
+import server.launcher
+from server.cli.main import main
+server.launcher.run = functools.partial(server.launcher.run, core_module=sys.argv.pop(1))
+main()
+"""
 CORE, API = "server.core_process", "server.api_process"
 EXIT_TIMEOUT_S = 60
 READY_TIMEOUT_S = 120
@@ -27,15 +33,16 @@ READY_TIMEOUT_S = 120
 
 
 class HeadraceServer:
-    """One running server. Flags are those of the command line, with underscores."""
+    """One running server. Flags are those of the command line, with underscores. Its engines run in `core_module`."""
 
-    def __init__(self, log: Path, model: str, **flags: object) -> None:
+    def __init__(self, log: Path, model: str, *, core_module: str = CORE, **flags: object) -> None:
         self.model = model
+        self.core_module = core_module
         self._log = log
         options = [f"--{name.replace('_', '-')}={value}" for name, value in {"port": 0, **flags}.items()]
         with log.open("wb") as stderr:
             self.process = psutil.Popen(
-                [sys.executable, "-c", COMMAND, "serve", model, *options],
+                [sys.executable, "-c", COMMAND, core_module, "serve", model, *options],
                 cwd=ROOT,
                 stdout=stderr,
                 stderr=stderr,
@@ -49,8 +56,13 @@ class HeadraceServer:
 
     @property
     def core(self) -> psutil.Process:
-        (core,) = self.children(CORE)
+        """Of the only engine."""
+        (core,) = self.cores
         return core
+
+    @property
+    def cores(self) -> list[psutil.Process]:
+        return self.children(self.core_module)
 
     @property
     def apis(self) -> list[psutil.Process]:
@@ -134,9 +146,11 @@ def _command_line(process: psutil.Process) -> str:
 
 
 @contextmanager
-def headrace(directory: Path, model: str | Path, **flags: object) -> Iterator[HeadraceServer]:
+def headrace(
+    directory: Path, model: str | Path, *, core_module: str = CORE, **flags: object
+) -> Iterator[HeadraceServer]:
     """Start a server with its log in `directory`; at the end it is killed, and must not have printed a trace."""
-    server = HeadraceServer(directory / "serve.log", str(model), **flags)
+    server = HeadraceServer(directory / "serve.log", str(model), core_module=core_module, **flags)
     try:
         yield server
     finally:

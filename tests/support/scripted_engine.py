@@ -2,7 +2,7 @@
 
 A token depends on the seed and its index alone, as the real engine's depends on its prefix, so that an undisturbed run
 can be compared with a disturbed one. EngineConfig.model is the script: "ok", "bad-model",
-"bad-config" or "crash-at-load".
+"bad-config" or "crash-at-load". It can be held by signals (tests/support/holdable.py).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from engine.protocol import (
 )
 from server.core_process import CoreSpec, LoadedEngine, OnProgress, WireSecurity, read_spec, run
 from server.parent_watch import child_command
+from tests.support.holdable import hold_on_signal
 from tests.support.infos import engine_info
 
 POISON = 666
@@ -239,4 +240,5 @@ def engine_process(
 
 
 if __name__ == "__main__":
+    hold_on_signal()
     sys.exit(run(read_spec(sys.argv[1:]), load_scripted))
