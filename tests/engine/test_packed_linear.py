@@ -60,3 +60,31 @@ def test_a_loaded_model_still_names_the_values_of_its_weights(tmp_path: Path, ti
     assert not any(weight.is_mkldnn for weight in plain.parameters())
     assert fast.head.is_mkldnn == packed.packing_works(torch.float32)
     assert not fast.embedding.is_mkldnn
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_products_in_float32_are_those_of_the_packed_weight(with_bias: bool) -> None:
+    if not packed.packing_works(torch.bfloat16):
+        pytest.skip("this processor has no packed bfloat16")
+    generator = torch.Generator().manual_seed(1)
+    weight, x = (torch.randn(rows, 40, generator=generator).bfloat16() for rows in (24, packed.WIDE_ROWS))
+    bias = torch.randn(24, generator=generator).bfloat16() if with_bias else None
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    found = packed.linear_in_float32(x, packed.pack(weight), bias)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "slowly"),
+    [
+        ("GenuineIntel", "avx512f avx512_bf16", True),
+        ("GenuineIntel", "avx512f avx512_bf16 amx_bf16", False),
+        ("GenuineIntel", "avx512f", False),
+        ("AuthenticAMD", "avx512f avx512_bf16", False),
+    ],
+)
+def test_which_processors_multiply_bfloat16_slowly(tmp_path: Path, vendor: str, flags: str, slowly: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu {flags}\n\n")
+    assert packed.multiplies_bfloat16_slowly(tmp_path / "cpuinfo") == slowly
+    assert not packed.multiplies_bfloat16_slowly(tmp_path / "no such file")
