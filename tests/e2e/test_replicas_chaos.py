@@ -34,7 +34,7 @@ from tests.support.until import until
 
 HOLDABLE = "tests.support.holdable"
 TINY = {"dtype": "float32", "block_size": 16, "max_step_tokens": 256, "max_running": 64, "kv_cache_memory": "8MiB"}
-SMOLLM2 = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory": "128MiB"}
+SMOLLM2 = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory": "128MiB", "stall_timeout": "10s"}
 HOLDS = [(HOLD, LET_GO), (signal.SIGSTOP, signal.SIGCONT)]
 
 GIVEN_UP = "has not answered"
@@ -58,8 +58,8 @@ async def crowd_on(
     """A server that has answered every question once, and the crowd that goes on asking while the block runs.
 
     Afterwards nothing may be left in flight."""
-    limits = {"numerics": "invariant", "threads": 1, "stall_timeout": "1s", "drain_timeout": "120s"}
-    with headrace(directory, model, core_module=HOLDABLE, replicas=replicas, **limits, **flags) as server:
+    flags = {"numerics": "invariant", "threads": 1, "stall_timeout": "1s", "drain_timeout": "120s", **flags}
+    with headrace(directory, model, core_module=HOLDABLE, replicas=replicas, **flags) as server:
         await server.wait_ready()
         await wait_serving(server, replicas)
         async with strict_client(server, allow_503=may_break) as client:
