@@ -12,6 +12,7 @@ HeadraceError
 ├── DeadlineError           the request's deadline passed before it finished
 └── EngineError             the engine itself is at fault
     ├── EngineDiedError     its process or connection is gone: the request may be resumed elsewhere
+    │   └── EngineSilentError  it may live and does not answer: it has been given up
     └── RequestFailedError  this request failed inside the engine, all others go on
 """
 
@@ -130,6 +131,10 @@ class EngineDiedError(EngineError):
     """The engine's process or connection is gone. What it emitted so far stays valid: the request may be resumed."""
 
     code = "engine_died"
+
+
+class EngineSilentError(EngineDiedError):
+    """It is connected and has not answered for too long, so that this connection was given up."""
 
 
 class RequestFailedError(EngineError):

@@ -14,6 +14,7 @@ from engine.errors import (
     DrainingError,
     EngineDiedError,
     EngineError,
+    EngineSilentError,
     HeadraceError,
     LoadingError,
     PressureError,
@@ -30,12 +31,15 @@ EndCause = Literal["finish", "abort", "deadline"]
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """How often one request is tried.
 
-    A request that kills engines shows as faults without a token between them (`stalled_faults`); `faults` bounds the
-    rest. One that finds no room is offered to `pressure_rechoices` other targets: when they are full as well, the pool
-    is. A started stream that finds no room is offered again `pressure_rounds` times, with growing pauses.
+    A request that kills engines shows as faults without a token between them: after `suspect_faults` of these it is a
+    suspect, after `stalled_faults` it is given up. Engines that are killed by others take some innocents that far, so
+    the second is larger. `faults` bounds all. A request that finds no room is offered to `pressure_rechoices` other
+    targets: when they are full as well, the pool is. A started stream that finds no room is offered again
+    `pressure_rounds` times, with growing pauses.
     """
 
-    stalled_faults: int = 3
+    suspect_faults: int = 2
+    stalled_faults: int = 5
     faults: int = 16
     pressure_rechoices: int = 2
     pressure_rounds: int = 30
@@ -114,8 +118,12 @@ class Run:
         self.has_started = True
         return output
 
-    def survive(self, error: HeadraceError, target_id: str) -> None:
-        """Note how an attempt failed. Raises what ends the request, and returns when another attempt may follow."""
+    def survive(self, error: HeadraceError, target_id: str, *, is_gone: bool) -> None:
+        """Note how an attempt failed. Raises what ends the request, and returns when another attempt may follow.
+
+        A target that `is_gone` is not passed over: it is asked again only when it is back, in another life, and that
+        may be before any other is there.
+        """
         if isinstance(error, RequestFailedError) or not isinstance(error, EngineError | PressureError):
             raise error
         if self.ended_by is not None:
@@ -127,16 +135,19 @@ class Run:
             if not self.has_started and self._full_targets > self._limits.pressure_rechoices:
                 raise error
             return
-        self.faulty.add(target_id)
+        if not is_gone:
+            self.faulty.add(target_id)
         self._faults += 1
-        self._stalled_faults += 1
+        # One that is silent may be slow, and so may the next: whoever asked it has killed nothing.
+        self._stalled_faults += not isinstance(error, EngineSilentError)
         if self._stalled_faults >= self._limits.stalled_faults or self._faults >= self._limits.faults:
             raise RequestFailedError(f"The request was given up: {self._faults} attempts lost their engine.") from error
 
-    def is_moved_by(self, error: HeadraceError) -> bool:
-        """Whether the next attempt only moves work: the first that follows a death. The dead engine does nothing more
-        for this request, so the fleet has no more to do than before."""
-        return isinstance(error, EngineDiedError) and self._stalled_faults == 1
+    @staticmethod
+    def is_moved_by(error: HeadraceError) -> bool:
+        """Whether the next attempt only moves work: the engine does nothing more for this request, so the fleet has no
+        more to do than before."""
+        return isinstance(error, EngineDiedError)
 
     def pause_for_room(self, error: PressureError) -> float:
         """Return for how long a started stream waits before it asks a full pool again; any other request is refused."""
@@ -149,7 +160,7 @@ class Run:
     async def step_forward(self) -> None:
         """Wait for the turn of a suspect. Requests that lost two engines in a row without a token go one at a time, so
         that the one that kills them is found and takes no other with it."""
-        if self._stalled_faults >= self._limits.stalled_faults - 1 and not self._is_alone:
+        if self._stalled_faults >= self._limits.suspect_faults and not self._is_alone:
             await self.wait(self._suspects.acquire)
             self._is_alone = True
 

@@ -15,10 +15,11 @@ from functools import partial
 from typing import Protocol, cast
 
 from engine.errors import DeadlineError, EngineDiedError, HeadraceError, PressureError, RequestError
-from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, Lease, Outcome, Pool, Target, TokenOutput
+from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, Lease, Outcome, Pool, TokenOutput
 from router.attempts import Limits, Run, RunEnded, outcome_of
 from router.fleet import describe_any, drain_all, fetch_from_any, total_load
 from router.hedging import HedgedLease
+from router.readiness import WatchedTarget
 from router.retry_budget import RetryBudget
 
 
@@ -26,7 +27,7 @@ class ListedPool(Pool, Protocol):
     """A pool whose targets can be asked one by one."""
 
     @property
-    def targets(self) -> Sequence[Target]: ...
+    def targets(self) -> Sequence[WatchedTarget]: ...
 
 
 class Supervisor:
@@ -155,7 +156,9 @@ class Supervisor:
 
     def _follow_up(self, run: Run, error: HeadraceError, lease: Lease) -> None:
         """Note a failed attempt; raises when no other follows."""
-        run.survive(error, lease.target.target_id)
+        name = lease.target.target_id
+        is_gone = not any(one.engine.is_ready for one in self._pool.targets if one.target_id == name)
+        run.survive(error, name, is_gone=is_gone)
         if isinstance(error, PressureError):
             self.counters["pressed"] += 1
         elif run.has_started:

@@ -93,7 +93,8 @@ def _metrics_route(service: Service) -> APIRouter:
                 load = await service.load()
         except (HeadraceError, TimeoutError):
             pass  # loading, restarting or busy: the HTTP layer's own metrics are still worth having
-        return Response(service.metrics.scrape(load), headers={"content-type": CONTENT_TYPE})
+        others = [model.collector for model in service.models.served() if model.collector is not None]
+        return Response(service.metrics.scrape(load, others), headers={"content-type": CONTENT_TYPE})
 
     return router
 

@@ -61,8 +61,9 @@ class ServerMetrics:
             "headrace_ignored_params", "Unknown body fields that were ignored.", registry=registry
         )
 
-    def scrape(self, load: EngineLoad | None) -> bytes:
-        """Return the exposition. `load` is None when the engine cannot be asked now: its metrics are then absent."""
+    def scrape(self, load: EngineLoad | None, others: Iterable[Collector] = ()) -> bytes:
+        """Return the exposition, with those of `others`, which have the same names for different labels. `load` is None
+        when the engine cannot be asked now: its metrics are then absent."""
         registry = self.registry
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             registry = CollectorRegistry()
@@ -72,7 +73,22 @@ class ServerMetrics:
             engine_registry = CollectorRegistry()
             engine_registry.register(EngineLoadCollector(load))
             text += generate_latest(engine_registry)
-        return text
+        families: dict[str, Metric] = {}
+        for family in (family for other in others for family in other.collect()):
+            known = families.setdefault(family.name, family)
+            if known is not family:
+                known.samples += family.samples
+        return text + generate_latest(_Families(families.values()))
+
+
+class _Families(Collector):
+    """Families of metrics that are there already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 class EngineLoadCollector(Collector):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from prometheus_client.registry import Collector
+
 from engine.errors import EngineError, HeadraceError, LoadingError, PressureError
 from engine.protocol import Admin, Engine
 from server.health import Readiness, ServiceState
@@ -21,13 +23,20 @@ RETRY_DESCRIBE_S = 0.2
 
 class ServedModel:
     """`start` on the loop that uses it, `close` at the end. `name` is None until the engine has told it, unless it was
-    known beforehand. `admin` None: its engines take no orders."""
+    known beforehand. `admin` None: its engines take no orders. `collector` has metrics of its engines."""
 
     def __init__(
-        self, engine: Engine, readiness: Readiness, *, name: str | None = None, admin: Admin | None = None
+        self,
+        engine: Engine,
+        readiness: Readiness,
+        *,
+        name: str | None = None,
+        admin: Admin | None = None,
+        collector: Collector | None = None,
     ) -> None:
         self.engine = engine
         self.admin = admin
+        self.collector = collector
         self.opened = asyncio.Event()
         """Set once the model's text is there, and not reset."""
         self._name = name

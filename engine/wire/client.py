@@ -21,6 +21,7 @@ from engine.errors import (
     DrainingError,
     EngineDiedError,
     EngineError,
+    EngineSilentError,
     HeadraceError,
     LoadingError,
     PressureError,
@@ -143,7 +144,7 @@ class RemoteEngine:
         """End every running request with EngineDiedError and release the sockets."""
         if self._context is None:
             return
-        self._lose("The connection to the engine was closed.")
+        self._lose(EngineDiedError("The connection to the engine was closed."))
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -154,14 +155,14 @@ class RemoteEngine:
             self._retry = None
 
     def give_up(self, reason: str) -> None:
-        """End every running request with EngineDiedError and begin anew, as if the connection had been lost.
+        """End every running request with EngineSilentError and begin anew, as if the connection had been lost.
 
         For an engine that is connected and does not answer. When it wakes it finds the old connection gone and ends its
         requests, and what it says on that one reaches nobody; it is ready here once it has answered on the new one.
         """
         if self._context is not None:
             self.counters["given_up"] += 1
-            self._lose(reason)
+            self._lose(EngineSilentError(reason))
             self._connect()
 
     @property
@@ -391,7 +392,7 @@ class RemoteEngine:
 
     def _disconnected(self) -> None:
         self.counters["lost_connections"] += 1
-        self._lose("The connection to the engine was lost.")
+        self._lose(EngineDiedError("The connection to the engine was lost."))
         self._connect()
 
     def _refused(self, is_final: bool) -> None:
@@ -404,8 +405,7 @@ class RemoteEngine:
             if state != self._state:
                 self._change(state)
 
-    def _lose(self, message: str) -> None:
-        died = EngineDiedError(message)
+    def _lose(self, died: EngineDiedError) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(died)
@@ -414,7 +414,7 @@ class RemoteEngine:
                 call.set_exception(died)
         self._load.forget()
         error = self._state.error
-        self._change(RemoteState(state="dead", message=str(error) if error else message, error=error))
+        self._change(RemoteState(state="dead", message=str(error or died), error=error))
 
     def _change(self, state: RemoteState) -> None:
         self._state = state

@@ -12,6 +12,7 @@ from engine.errors import (
     DrainingError,
     EngineDiedError,
     EngineError,
+    EngineSilentError,
     HeadraceError,
     LoadingError,
     ModelError,
@@ -57,6 +58,7 @@ _BUILDERS: dict[str, Callable[[WireError], HeadraceError]] = {
     "DeadlineError": lambda e: DeadlineError(e.message),
     "EngineError": lambda e: EngineError(e.message),
     "EngineDiedError": lambda e: EngineDiedError(e.message),
+    "EngineSilentError": lambda e: EngineSilentError(e.message),
     "RequestFailedError": lambda e: RequestFailedError(e.message),
 }
 

@@ -24,6 +24,7 @@ from router.values import Hit, TargetState
 from server.config import RoutingConfig
 from server.fleet.admin import EveryAdmin
 from server.fleet.link import RankLink
+from server.fleet.metrics import TargetsCollector
 from server.fleet.readiness import EnginesReadiness
 from server.fleet.stalls import StallWatch
 from server.served_model import ServedModel
@@ -64,7 +65,12 @@ class ModelPool:
         self.supervisor = Supervisor(self.pool, hedge_after_s=config.hedge_after_s)
         self.readiness = EnginesReadiness(lambda: [link.engine for link in self.links.values()])
         admin = EveryAdmin(lambda: [link.engine for link in self.links.values()])
-        self.model = ServedModel(self.supervisor, self.readiness, name=name, admin=admin)
+        targets = TargetsCollector(
+            name,
+            lambda: {name: link.engine.is_ready for name, link in self.links.items()},
+            lambda: self.pool.in_flight,
+        )
+        self.model = ServedModel(self.supervisor, self.readiness, name=name, admin=admin, collector=targets)
         self._stalls = StallWatch(lambda: [link.engine for link in self.links.values()], config.stall_timeout_s)
         self._watch: asyncio.Task[None] | None = None
 

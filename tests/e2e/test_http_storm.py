@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.chaos import target_gauges, wait_serving
 from tests.support.headrace_server import HeadraceServer, headrace
 from tests.support.storm import Storm
 from tests.support.until import until
@@ -33,6 +34,7 @@ async def wait_quiet(server: HeadraceServer, storm: Storm) -> None:
     counted = sum(value for name, value in (await server.metrics()).items() if _is_generation(name))
     assert counted == tally.requests
     assert load.kv_blocks_used == 0
+    await until(lambda: nothing_in_flight(server), "every lease was given back")
     assert load.requests_total.get("error", 0) == 0
     # Everything a client got to its end has ended in the engine, and nothing has ended that nobody asked for. A stop
     # string in the last token that was allowed is "stop" to the client and "length" to the engine.
@@ -42,12 +44,21 @@ async def wait_quiet(server: HeadraceServer, storm: Storm) -> None:
     assert sum(tally.finished.values()) < sum(ended.values()) <= tally.choices
 
 
+async def nothing_in_flight(server: HeadraceServer) -> bool:
+    in_flight = target_gauges(await server.metrics(), "in_flight")
+    assert in_flight
+    return not any(in_flight.values())
+
+
 def _is_generation(name: str) -> bool:
     return name.startswith("headrace_http_requests_total") and "completions" in name
 
 
 async def wait_descriptors(processes: list[psutil.Process], before: list[int]) -> None:
-    await until(lambda: [process.num_fds() for process in processes] <= before, f"descriptors are back to {before}")
+    def are_back() -> bool:
+        return all(process.num_fds() <= count for process, count in zip(processes, before, strict=True))
+
+    await until(are_back, f"descriptors are back to {before}")
 
 
 async def test_500_clients_leave_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
@@ -68,14 +79,25 @@ async def test_500_clients_leave_nothing_behind(tiny_model: Path, tmp_path: Path
         assert storm.tally.finished["stop"] > 0
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("api_processes", [1, 2])
-async def test_10000_clients_leave_nothing_behind(
-    tiny_model: Path, tmp_path: Path, api_processes: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with headrace(tmp_path, tiny_model, **SMALL, max_waiting=200, api_processes=api_processes) as server:
+async def test_300_clients_leave_nothing_behind_at_two_replicas(tiny_model: Path, tmp_path: Path) -> None:
+    with headrace(tmp_path, tiny_model, **SMALL, max_waiting=200, replicas=2) as server:
         await server.wait_ready()
-        processes = [server.core, *server.apis]
+        await wait_serving(server, 2)
+        storm = Storm(await server.url(), str(tiny_model))
+        await storm.run(300, concurrency=64, seed=3)
+        await wait_quiet(server, storm)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("api_processes", "replicas"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+async def test_10000_clients_leave_nothing_behind(
+    tiny_model: Path, tmp_path: Path, api_processes: int, replicas: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = {"api_processes": api_processes, "replicas": replicas}
+    with headrace(tmp_path, tiny_model, **SMALL, max_waiting=200, **counts) as server:
+        await server.wait_ready()
+        await wait_serving(server, replicas)
+        processes = [*server.cores, *server.apis]
         storm = Storm(await server.url(), str(tiny_model))
         await storm.run(5000, concurrency=128, seed=1)
         await wait_quiet(server, storm)

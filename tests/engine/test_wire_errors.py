@@ -26,6 +26,7 @@ EVERY_ERROR = [
     errors.DeadlineError("dl"),
     errors.EngineError("e"),
     errors.EngineDiedError("ed"),
+    errors.EngineSilentError("es"),
     errors.RequestFailedError("rf"),
 ]
 

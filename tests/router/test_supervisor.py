@@ -16,6 +16,7 @@ from engine.errors import (
     DrainingError,
     EngineDiedError,
     EngineError,
+    EngineSilentError,
     LoadingError,
     PressureError,
     RequestError,
@@ -104,9 +105,9 @@ async def test_the_only_engine_is_waited_for_until_it_is_back() -> None:
 
 async def test_a_request_that_kills_every_engine_is_given_up() -> None:
     stage = Stage(CueEngine([(0, die)] * 10), CueEngine([(0, die)] * 10))
-    with pytest.raises(RequestFailedError, match="3 attempts"):
+    with pytest.raises(RequestFailedError, match="5 attempts"):
         await stage.collect(request())
-    assert sum(len(engine.seen) for engine in stage.engines) == 3
+    assert sum(len(engine.seen) for engine in stage.engines) == 5
     stage.assert_clean()
 
 
@@ -194,11 +195,32 @@ async def test_a_fault_that_is_no_death_is_tried_again_too() -> None:
     assert stage.supervisor.retry_budget.balance == 99
 
 
-async def test_the_first_retry_after_a_death_costs_nothing() -> None:
+async def test_retries_after_deaths_cost_nothing() -> None:
     stage = Stage(CueEngine([(0, die)]), CueEngine([(0, die)]), CueEngine())
     before = stage.supervisor.retry_budget.balance
     assert_whole(await stage.collect(request()), 1, 20)
-    assert stage.supervisor.retry_budget.balance == before - 1
+    assert stage.supervisor.retry_budget.balance == before
+
+
+async def test_many_silences_give_no_request_up() -> None:
+    silent = refuse(EngineSilentError("It has not answered."))
+    stage = Stage(CueEngine([(0, silent)] * 7), CueEngine([(0, silent)] * 7))
+    assert_whole(await stage.collect(request()), 1, 20)
+    assert stage.supervisor.retry_budget.balance == 100
+    stage.assert_clean()
+
+
+async def test_whoever_is_back_first_is_asked_also_when_it_died_before() -> None:
+    first, second = CueEngine([(5, die_for_good)]), CueEngine()
+    stage = Stage(first, second)
+    second.is_ready = False
+    task = asyncio.create_task(stage.collect(request()))
+    await first.at_its_act.wait()
+    first.is_ready = True
+    first.ready_again.set()
+    assert_whole(await task, 1, 20)
+    assert not second.seen
+    stage.assert_clean()
 
 
 async def test_without_budget_a_fault_is_told_and_a_started_stream_still_goes_on() -> None:
@@ -276,7 +298,7 @@ async def test_a_stream_without_an_end_is_a_fault() -> None:
     stage = Stage(Endless())
     with pytest.raises(RequestFailedError):
         await stage.collect(request())
-    assert stage.pool.outcomes == {"fault": 3}
+    assert stage.pool.outcomes == {"fault": 5}
 
 
 async def test_closing_the_stream_releases_everything() -> None:

@@ -37,9 +37,12 @@ class Choice:
 
 @dataclass
 class Answer:
-    """`cached_tokens` is not compared: it may differ where nothing else may."""
+    """`cached_tokens` is not compared: it may differ where nothing else may. The other counts of the usage are as they
+    were sent."""
 
     choices: list[Choice]
+    prompt_tokens: str
+    completion_tokens: str
     cached_tokens: int = field(default=0, compare=False)
 
 
@@ -54,7 +57,7 @@ async def ask(client: httpx.AsyncClient, question: Question) -> Answer:
     choices = [Choice() for _ in whole["choices"]]
     for part in whole["choices"]:
         _add(choices[int(part["index"])], part)
-    return Answer(choices, int(whole["usage"]["prompt_tokens_details"]["cached_tokens"]))
+    return _answer(choices, whole["usage"])
 
 
 async def ask_streaming(client: httpx.AsyncClient, question: Question, on_event: OnEvent | None = None) -> Answer:
@@ -78,8 +81,12 @@ async def ask_streaming(client: httpx.AsyncClient, question: Question, on_event:
             choice = choices.setdefault(int(part["index"]), Choice())
             assert choice.finish_reason is None, "something came after the end of a choice"
             _add(choice, part)
-    cached = _parse(usage)["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return Answer([choices[index] for index in sorted(choices)], int(cached))
+    return _answer([choices[index] for index in sorted(choices)], _parse(usage)["usage"])
+
+
+def _answer(choices: list[Choice], usage: dict) -> Answer:  # type: ignore[type-arg]
+    cached = int(usage["prompt_tokens_details"]["cached_tokens"])
+    return Answer(choices, usage["prompt_tokens"], usage["completion_tokens"], cached)
 
 
 def _parse(text: str) -> dict:  # type: ignore[type-arg]

@@ -19,7 +19,8 @@ from tests.support.raw_http import exchange
 from tests.support.until import until
 
 ROOT = Path(__file__).parents[2]
-COMMAND = """
+COMMAND = "import sys; from server.cli.main import main; main()"
+COMMAND_WITH_CORE = """
 import functools, sys
 import server.launcher
 from server.cli.main import main
@@ -42,7 +43,7 @@ class HeadraceServer:
         options = [f"--{name.replace('_', '-')}={value}" for name, value in {"port": 0, **flags}.items()]
         with log.open("wb") as stderr:
             self.process = psutil.Popen(
-                [sys.executable, "-c", COMMAND, core_module, "serve", model, *options],
+                [sys.executable, "-c", COMMAND_WITH_CORE, core_module, "serve", model, *options],
                 cwd=ROOT,
                 stdout=stderr,
                 stderr=stderr,

@@ -1,0 +1,30 @@
+"""The targets of one model as metrics: what every process that routes over them sees alike, but for milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class TargetsCollector(Collector):
+    """`ready` tells by target id whether requests can be sent there, `in_flight` how many have been, peers' too."""
+
+    def __init__(
+        self, model: str, ready: Callable[[], Mapping[str, bool]], in_flight: Callable[[], Mapping[str, int]]
+    ) -> None:
+        self._model = model
+        self._ready = ready
+        self._in_flight = in_flight
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model", "target"]
+        ready = GaugeMetricFamily("headrace_target_ready", "Whether an engine can be asked now.", labels=labels)
+        in_flight = GaugeMetricFamily("headrace_target_in_flight", "Requests under way at an engine.", labels=labels)
+        for target, is_ready in self._ready().items():
+            ready.add_metric([self._model, target], is_ready)
+        for target, count in self._in_flight().items():
+            in_flight.add_metric([self._model, target], count)
+        yield ready
+        yield in_flight
