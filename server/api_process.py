@@ -20,12 +20,10 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 
-from router.sharing import DispatchSharing
 from server import logs
 from server.api_spec import ApiSpec
 from server.config import ServeConfig
 from server.connection import Connection, raise_fd_limit
-from server.fleet.local import LocalRegistry
 
 if TYPE_CHECKING:
     from server.fleet.fleet import Fleet
@@ -98,18 +96,21 @@ async def serve(spec: ApiSpec) -> None:
 async def _fleet(spec: ApiSpec) -> AsyncGenerator[Fleet, None]:
     """The engines behind this process. The application starts and closes the fleet; here is what it stands on."""
     from server.fleet.fleet import Fleet
+    from server.fleet.footing import footing_of
 
-    registry = LocalRegistry(spec.workers, spec.gateways)
-    sharing = None
-    if len(spec.gateways) > 1 and len(spec.workers) > 1:
-        sharing = DispatchSharing(spec.gateways[spec.index].dispatches)
-        sharing.open()
+    footing = footing_of(spec)
     try:
-        yield Fleet(registry, spec.config.routing, sharing=sharing, with_events=len(spec.workers) > 1)
+        await footing.open()
+        yield Fleet(
+            footing.registry,
+            spec.config.routing,
+            keys=footing.keys,
+            sharing=footing.sharing,
+            gateways=footing.gateways,
+            with_events=footing.with_events,
+        )
     finally:
-        await registry.close()
-        if sharing is not None:
-            sharing.close()
+        await footing.close()
 
 
 async def _freeze_once_open(fleet: Fleet) -> None:

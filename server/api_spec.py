@@ -7,20 +7,20 @@ import msgspec
 from router.registry.base import GatewayRecord, WorkerRecord
 from server.access.credentials import Credentials
 from server.config import ServeConfig
+from server.fleet.discovery import Discovery
 
 
 class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One line of JSON on stdin. `listen_fd` is a listening socket, shared by all API processes of one server, as are
     `credentials` and `metrics_dir`, which several processes need for metrics that are summed over them.
-    `workers` are the launcher's own engines; `registry` names where others are found (router/registry/open.py) and
-    None is for no others. `gateways` are all API processes of this server, which tell each other what they dispatch;
-    this one is number `index`.
+    `workers` are the launcher's own engines; `discovery` tells a gateway how to find others. `gateways` are all API
+    processes of this server, which tell each other what they dispatch; this one is number `index`.
     """
 
     config: ServeConfig
     listen_fd: int
     workers: tuple[WorkerRecord, ...] = ()
-    registry: str | None = None
+    discovery: Discovery | None = None
     gateways: tuple[GatewayRecord, ...] = ()
     index: int = 0
     credentials: Credentials = msgspec.field(default_factory=Credentials)

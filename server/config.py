@@ -60,6 +60,20 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         return -(-limit // self.api_processes)
 
 
+class GatewayConfig(ServeConfig, frozen=True, kw_only=True):
+    """Of `headrace gateway`, which has no engines of its own. `register` names the registry of its workers;
+    `dispatches_listen` is where other gateways learn of its dispatches, None is nowhere; `advertise` the host by which
+    they reach it. `wire_key_file` and `wire_clients_file` are as a worker's.
+    """
+
+    replicas: int = 0
+    register: str | None = None
+    wire_key_file: str | None = None
+    wire_clients_file: str | None = None
+    dispatches_listen: str | None = None
+    advertise: str | None = None
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of `headrace worker`. `listen` and `events_listen` are ZeroMQ addresses of the first rank (server/worker/
     addresses.py), `advertise` the host by which others reach them. `register` names a registry, None is none.

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import tempfile
+import uuid
 from collections.abc import Sequence
 
 import msgspec
@@ -23,8 +24,9 @@ from server.access.credentials import Credentials
 from server.api_spec import ApiSpec
 from server.card import facts, print_card
 from server.child import Child, ChildSpec, stop_children
-from server.config import ServeConfig
+from server.config import GatewayConfig, ServeConfig
 from server.core_process import CoreSpec
+from server.fleet.discovery import discovery_of
 from server.loading_bar import show_loading
 from server.logs import configure
 from server.ready_probe import wait_answering
@@ -53,12 +55,22 @@ def run(
     Raises ConfigError when the port cannot be had and ModelError when the model cannot be loaded.
     """
     configure(config.log_level, config.log_format)
+    discovery = discovery_of(config, uuid.uuid4().hex) if isinstance(config, GatewayConfig) else None
     with listen(config.host, config.port) as listener, _private_directory() as directory:
         url = url_of(listener)
         log.info("listening on %s", url)
         workers = [_worker(config, index, directory) for index in range(config.replicas)]
         cores = [_core_child(config, index, core_module, worker) for index, worker in enumerate(workers)]
-        apis = _api_children(config, credentials or Credentials(), api_module, workers, listener.fileno(), directory)
+        common = ApiSpec(
+            config=config,
+            listen_fd=listener.fileno(),
+            workers=tuple(workers),
+            gateways=tuple(_gateway(index, directory) for index in range(config.api_processes)),
+            discovery=discovery,
+            credentials=credentials or Credentials(),
+            metrics_dir=_metrics_dir(config, directory),
+        )
+        apis = _api_children(common, api_module)
         with_key = bool(credentials and credentials.keys) or config.api_keys_file is not None
         addresses = [worker.ranks[0].wire for worker in workers]
         return asyncio.run(Launcher(cores, apis, addresses, url, config, with_key=with_key).run())
@@ -88,34 +100,21 @@ def _core_child(config: ServeConfig, index: int, module: str, worker: WorkerReco
     return ChildSpec("The engine" if config.replicas == 1 else f"Engine {index}", module, _line(spec))
 
 
-def _api_children(
-    config: ServeConfig,
-    credentials: Credentials,
-    module: str,
-    workers: Sequence[WorkerRecord],
-    fd: int,
-    directory: str,
-) -> list[ChildSpec]:
-    metrics_dir = None
-    if config.api_processes > 1:
-        metrics_dir = f"{directory}/metrics"
-        os.mkdir(metrics_dir)
-    gateways = [_gateway(index, directory) for index in range(config.api_processes)]
-    lines = [
-        _line(
-            ApiSpec(
-                config=config,
-                listen_fd=fd,
-                workers=tuple(workers),
-                gateways=tuple(gateways),
-                index=index,
-                credentials=credentials,
-                metrics_dir=metrics_dir,
-            )
+def _metrics_dir(config: ServeConfig, directory: str) -> str | None:
+    """Make the directory by which several API processes share their counters; one alone needs none."""
+    if config.api_processes == 1:
+        return None
+    os.mkdir(f"{directory}/metrics")
+    return f"{directory}/metrics"
+
+
+def _api_children(common: ApiSpec, module: str) -> list[ChildSpec]:
+    return [
+        ChildSpec(
+            f"API process {index}", module, _line(msgspec.structs.replace(common, index=index)), (common.listen_fd,)
         )
-        for index in range(config.api_processes)
+        for index in range(common.config.api_processes)
     ]
-    return [ChildSpec(f"API process {index}", module, line, (fd,)) for index, line in enumerate(lines)]
 
 
 def _gateway(index: int, directory: str) -> GatewayRecord:
@@ -188,6 +187,10 @@ class Launcher:
             child.stop(signal.SIGKILL)
 
     async def _announce(self) -> None:
+        if not self._engines:
+            await wait_answering(self._url)
+            log.info("the gateway is ready at %s", self._url)
+            return
         # They load the same model at the same time: one bar is enough.
         await show_loading(self._engines[0])
         infos = [await engine.wait_ready() for engine in self._engines]

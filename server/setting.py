@@ -10,7 +10,7 @@ from server.config import ServeConfig, WorkerConfig
 from server.setting_values import Kind, choices_of
 
 ENV_PREFIX = "HEADRACE_"
-MODEL, MEMORY, FLEET, HTTP, ACCESS, LOGS, WORKER = (
+MODEL, MEMORY, FLEET, HTTP, ACCESS, LOGS, WORKER, GATEWAY = (
     "Model",
     "Cache and scheduling",
     "Replicas and routing",
@@ -18,6 +18,7 @@ MODEL, MEMORY, FLEET, HTTP, ACCESS, LOGS, WORKER = (
     "Access",
     "Logging",
     "Worker",
+    "Gateway",
 )
 """Sections of the tables."""
 

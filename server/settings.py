@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from engine.errors import ConfigError
-from server.config import ServeConfig, WorkerConfig
+from server.config import GatewayConfig, ServeConfig, WorkerConfig
+from server.gateway_settings import GATEWAY_OWN_SETTINGS, GATEWAY_SETTINGS
 from server.serve_settings import SETTINGS
 from server.setting import ENV_PREFIX, Setting
 from server.setting_values import convert, split_optional
@@ -25,6 +26,7 @@ from server.worker.settings import WORKER_SETTINGS
 
 __all__ = [
     "CONFIG_VARIABLE",
+    "GATEWAY_SETTINGS",
     "SETTINGS",
     "WORKER_SETTINGS",
     "Raw",
@@ -32,6 +34,7 @@ __all__ = [
     "gather",
     "metavar",
     "parse",
+    "read_gateway_settings",
     "read_settings",
     "read_worker_settings",
 ]
@@ -49,7 +52,7 @@ talks to and its key there, and the keys that this server asks for."""
 _SERVICE_LINK = re.compile(r"HEADRACE_(SERVICE_(HOST|PORT.*)|PORT_\d+_(TCP|UDP).*)")
 
 
-_BY_NAME = {setting.name: setting for setting in (*SETTINGS, *WORKER_SETTINGS)}
+_BY_NAME = {setting.name: setting for setting in (*GATEWAY_OWN_SETTINGS, *SETTINGS, *WORKER_SETTINGS)}
 
 
 class Raw(msgspec.Struct, frozen=True):
@@ -72,6 +75,12 @@ def read_worker_settings(flags: Mapping[str, str], environ: Mapping[str, str]) -
     """The same for `headrace worker`."""
     values, warnings = _read(flags, environ, WORKER_SETTINGS)
     return msgspec.convert(values, WorkerConfig), warnings
+
+
+def read_gateway_settings(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[GatewayConfig, list[str]]:
+    """The same for `headrace gateway`."""
+    values, warnings = _read(flags, environ, GATEWAY_SETTINGS)
+    return msgspec.convert(values, GatewayConfig), warnings
 
 
 def _read(

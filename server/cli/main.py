@@ -19,6 +19,7 @@ from server.cli.common import Session, debug_option
 from server.cli.completion import completion
 from server.cli.config import config
 from server.cli.doctor import doctor
+from server.cli.gateway import gateway
 from server.cli.keys import keys
 from server.cli.pull import pull
 from server.cli.serve import serve
@@ -53,6 +54,7 @@ headrace.add_command(keys)
 headrace.add_command(config)
 headrace.add_command(completion)
 headrace.add_command(worker)
+headrace.add_command(gateway)
 headrace.add_command(doctor)
 headrace.add_command(bench)
 headrace.add_command(simulate_command)

@@ -9,8 +9,17 @@ from itertools import groupby
 import click
 
 from server.cli.common import debug_option
+from server.config import ServeConfig
 from server.setting_values import format_size
-from server.settings import CONFIG_VARIABLE, SETTINGS, WORKER_SETTINGS, Setting, metavar, read_settings
+from server.settings import (
+    CONFIG_VARIABLE,
+    GATEWAY_SETTINGS,
+    SETTINGS,
+    WORKER_SETTINGS,
+    Setting,
+    metavar,
+    read_settings,
+)
 
 EPILOG = (
     "Every option is also an environment variable (--max-model-len is HEADRACE_MAX_MODEL_LEN) and a key of the YAML"
@@ -22,7 +31,8 @@ class SettingsCommand(click.Command):
     """Help in the table's sections instead of one long list."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections = {one.name.replace("-", "_"): one.section for one in (*SETTINGS, *WORKER_SETTINGS)}
+        tables = (*WORKER_SETTINGS, *GATEWAY_SETTINGS, *SETTINGS)
+        sections = {one.name.replace("-", "_"): one.section for one in tables}
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
         shown = [(sections.get(one.name or "", "Other"), row) for one in options if (row := one.get_help_record(ctx))]
         for section, rows in groupby(shown, key=lambda one: one[0]):
@@ -50,9 +60,12 @@ def _default_note(setting: Setting) -> str:
 
 
 def parameters(settings: Sequence[Setting] = SETTINGS) -> list[click.Parameter]:
-    model = click.Argument(["model"], required=False, metavar="[MODEL]")
+    return [click.Argument(["model"], required=False, metavar="[MODEL]"), *options(settings)]
+
+
+def options(settings: Sequence[Setting]) -> list[click.Parameter]:
     config = click.Option(["--config"], metavar="FILE", help=f"A YAML file with settings (or {CONFIG_VARIABLE}).")
-    return [model, *(_option(setting) for setting in settings if setting.name != "model"), config]
+    return [*(_option(setting) for setting in settings if setting.name != "model"), config]
 
 
 def given_flags(given: Mapping[str, str | bool | None]) -> dict[str, str]:
@@ -75,7 +88,11 @@ def _serve(**given: str | bool | None) -> int:
 
     # Before the port is open and processes run: the engine would say the same seconds later.
     check_model(config.engine)
+    return run_server(config)
 
+
+def run_server(config: ServeConfig) -> int:
+    """Read the keys and secrets, and run the launcher. Returns the exit code."""
     from server.access.credentials import SECRET_VARIABLES, read_credentials
     from server.access.log import check_writable
     from server.launcher import run

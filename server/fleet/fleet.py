@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from engine.wire.curve import KeyPair, secure_client
-from router.registry.base import Registry, WorkerRecord
+from router.registry.base import GatewayRecord, Registry, WorkerRecord
 from router.registry.compat import CompatibilityGate, compatibility_digest
 from router.sharing import DispatchSharing, PeerAddress
 from router.values import TargetState
@@ -30,7 +30,8 @@ class Fleet:
     """The `Models` of a process that routes. `start` on the loop that uses it, `close` at the end; the registry and the
     sharing are the caller's, opened before and closed after.
 
-    Without `with_events` nothing publishes what it caches, and prompts are not looked up.
+    `gateways` are peers that the registry need not list. It is not ready before its peers have told what they have
+    under way, or are silent. Without `with_events` nothing publishes what it caches, and prompts are not looked up.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Fleet:
         *,
         keys: KeyPair | None = None,
         sharing: DispatchSharing | None = None,
+        gateways: Sequence[GatewayRecord] = (),
         with_events: bool = True,
     ) -> None:
         self.pools: dict[str, ModelPool] = {}
@@ -49,7 +51,9 @@ class Fleet:
         self._config = config
         self._keys = keys
         self._sharing = sharing
+        self._gateways = tuple(gateways)
         self._with_events = with_events
+        self._is_synced = sharing is None
         self._context: zmq.Context[zmq.Socket[Any]] = zmq.Context()
         self._gate = CompatibilityGate()
         self._records: tuple[WorkerRecord, ...] = ()
@@ -90,7 +94,9 @@ class Fleet:
 
     async def _watch_gateways(self, sharing: DispatchSharing) -> None:
         async for gateways in self._registry.watch_gateways():
-            sharing.set_peers(PeerAddress.of(gateway) for gateway in gateways)
+            sharing.set_peers(PeerAddress.of(gateway) for gateway in (*self._gateways, *gateways))
+            await sharing.wait_synced()
+            self._is_synced = True
 
     def _connect(self) -> None:
         """Have one link for every listed rank, and none for any other."""
@@ -148,6 +154,7 @@ class Fleet:
                 secure=None if self._keys is None else self._secure,
                 sharing=self._sharing,
                 with_events=self._with_events,
+                is_open=lambda: self._is_synced,
             )
             pool.start()
             _keep(self._waits, self._note_opened(pool.model))

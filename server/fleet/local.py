@@ -10,18 +10,17 @@ from router.registry.base import Announcement, GatewayRecord, Record, WorkerReco
 
 
 class LocalRegistry:
-    """Yields its lists once; nobody can be added to them."""
+    """Yields its list once; nobody can be added to it. There are no gateways in it."""
 
-    def __init__(self, workers: Sequence[WorkerRecord], gateways: Sequence[GatewayRecord] = ()) -> None:
+    def __init__(self, workers: Sequence[WorkerRecord]) -> None:
         self._workers = tuple(workers)
-        self._gateways = tuple(gateways)
 
     async def watch(self) -> AsyncIterator[tuple[WorkerRecord, ...]]:
         yield self._workers
         await asyncio.Event().wait()
 
     async def watch_gateways(self) -> AsyncIterator[tuple[GatewayRecord, ...]]:
-        yield self._gateways
+        yield ()
         await asyncio.Event().wait()
 
     async def announce(self, record: Record) -> Announcement:

@@ -47,6 +47,7 @@ class ModelPool:
         secure: Secure | None = None,
         sharing: DispatchSharing | None = None,
         with_events: bool = True,
+        is_open: Callable[[], bool] = lambda: True,
     ) -> None:
         self.name = name
         self.links: dict[str, RankLink] = {}
@@ -63,7 +64,7 @@ class ModelPool:
         limits = AdmissionLimits(budget_s=config.prefill_budget_s, max_queued=config.max_queued)
         self.pool = RoutedPool(dispatcher, admission_limits=limits)
         self.supervisor = Supervisor(self.pool, hedge_after_s=config.hedge_after_s)
-        self.readiness = EnginesReadiness(lambda: [link.engine for link in self.links.values()])
+        self.readiness = EnginesReadiness(lambda: [link.engine for link in self.links.values()], is_open)
         admin = EveryAdmin(lambda: [link.engine for link in self.links.values()])
         targets = TargetsCollector(
             name,

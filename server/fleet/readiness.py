@@ -21,14 +21,19 @@ class ObservedEngine(Protocol):
 
 class EnginesReadiness:
     """`engines` returns those that are there now. Once one was ready, having none means restarting and no longer
-    loading: requests may wait then."""
+    loading: requests may wait then. While not `is_open` the process is not ready, whatever its engines are."""
 
-    def __init__(self, engines: Callable[[], Iterable[ObservedEngine]]) -> None:
+    def __init__(
+        self, engines: Callable[[], Iterable[ObservedEngine]], is_open: Callable[[], bool] = lambda: True
+    ) -> None:
         self._engines = engines
+        self._is_open = is_open
         self._was_ready = False
         self._grown = asyncio.Event()
 
     def state(self) -> ServiceState:
+        if not self._is_open():
+            return ServiceState("loading", progress=1.0)
         states = [self._state_of(engine.state()) for engine in self._engines()]
         if not states:
             return ServiceState("restarting" if self._was_ready else "loading", progress=0.0)

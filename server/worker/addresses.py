@@ -71,6 +71,29 @@ def open_places(
     return [RankPlaces(wires[rank], events[2 * rank], events[2 * rank + 1]) for rank in range(count)]
 
 
+def advertised_addresses(listen: str, count: int, advertise: str | None) -> list[tuple[str, str]]:
+    """Return (address to listen at, address for others) of `count` sockets that are bound later.
+
+    Raises ConfigError, also for port 0: what is told before it is bound must be known.
+    """
+    pairs = []
+    for address in _addresses(listen, count):
+        if address.startswith("ipc://"):
+            pairs.append((address, address))
+            continue
+        host, port = _split(address)
+        if port == 0:
+            raise ConfigError(f"{address}: the port must be a fixed one here.")
+        pairs.append((address, f"tcp://{_shown(host, advertise)}:{port}"))
+    return pairs
+
+
+def _shown(host: str, advertise: str | None) -> str:
+    """The host by which others reach a socket, in brackets where it is an IPv6 address."""
+    shown = advertise or (socket.gethostname() if host in _WILDCARDS else host)
+    return f"[{shown}]" if ":" in shown and not shown.startswith("[") else shown
+
+
 def _addresses(first: str, count: int) -> Sequence[str]:
     if first.startswith("ipc://"):
         return [first if number == 0 else f"{first}.{number}" for number in range(count)]
@@ -107,8 +130,6 @@ def _open(address: str, advertise: str | None, sockets: ExitStack) -> Place:
     # Whoever accepts may find that the connection has gone already, and must not wait for the next one.
     listener.setblocking(False)
     port = listener.getsockname()[1]
-    shown = advertise or (socket.gethostname() if is_wildcard else host)
-    if ":" in shown and not shown.startswith("["):
-        shown = f"[{shown}]"
+    shown = _shown(host, advertise)
     local = ("[::1]" if family == socket.AF_INET6 else "127.0.0.1") if is_wildcard else host
     return Place(f"tcp://{host}:{port}", f"tcp://{shown}:{port}", f"tcp://{local}:{port}", listener.fileno())

@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from server.config import RoutingConfig, ServeConfig, WorkerConfig
+from server.config import GatewayConfig, RoutingConfig, ServeConfig, WorkerConfig
 from server.setting_values import format_size, parse_duration, parse_size
-from server.settings import SETTINGS, WORKER_SETTINGS, Setting, read_settings, read_worker_settings
+from server.settings import (
+    GATEWAY_SETTINGS,
+    SETTINGS,
+    WORKER_SETTINGS,
+    Setting,
+    read_gateway_settings,
+    read_settings,
+    read_worker_settings,
+)
 from tests.support.settings_table import PAGE, page_with_table
 
 
@@ -55,6 +63,14 @@ def test_every_field_of_the_workers_configuration_has_a_setting() -> None:
     fields = {f"engine.{one.name}" for one in msgspec.structs.fields(EngineConfig)}
     fields |= {one.name for one in msgspec.structs.fields(WorkerConfig)} - {"engine"}
     assert {setting.field for setting in WORKER_SETTINGS} == fields - DERIVED
+
+
+def test_every_field_of_a_gateways_configuration_but_the_engines_has_a_setting() -> None:
+    fields = {f"routing.{one.name}" for one in msgspec.structs.fields(RoutingConfig)}
+    fields |= {one.name for one in msgspec.structs.fields(GatewayConfig)} - {"engine", "routing", "replicas"}
+    assert {setting.field for setting in GATEWAY_SETTINGS} == fields
+    config, _ = read_gateway_settings({"register": "redis://h"}, {"HEADRACE_PORT": "9"})
+    assert config == GatewayConfig(register="redis://h", port=9)
 
 
 def test_a_file_serves_both_commands_and_each_takes_its_own(tmp_path: Path) -> None:

@@ -34,16 +34,20 @@ READY_TIMEOUT_S = 120
 
 
 class HeadraceServer:
-    """One running server. Flags are those of the command line, with underscores. Its engines run in `core_module`."""
+    """One running server, or a gateway to `model`. Flags are those of the command line, with underscores. Its engines
+    run in `core_module`."""
 
-    def __init__(self, log: Path, model: str, *, core_module: str = CORE, **flags: object) -> None:
+    def __init__(
+        self, log: Path, model: str, *, command: str = "serve", core_module: str = CORE, **flags: object
+    ) -> None:
         self.model = model
         self.core_module = core_module
         self._log = log
         options = [f"--{name.replace('_', '-')}={value}" for name, value in {"port": 0, **flags}.items()]
+        models = [model] if command == "serve" else []
         with log.open("wb") as stderr:
             self.process = psutil.Popen(
-                [sys.executable, "-c", COMMAND_WITH_CORE, core_module, "serve", model, *options],
+                [sys.executable, "-c", COMMAND_WITH_CORE, core_module, command, *models, *options],
                 cwd=ROOT,
                 stdout=stderr,
                 stderr=stderr,
@@ -152,6 +156,17 @@ def headrace(
 ) -> Iterator[HeadraceServer]:
     """Start a server with its log in `directory`; at the end it is killed, and must not have printed a trace."""
     server = HeadraceServer(directory / "serve.log", str(model), core_module=core_module, **flags)
+    try:
+        yield server
+    finally:
+        server.kill()
+    assert "Traceback" not in server.text, server.text
+
+
+@contextmanager
+def gateway(directory: Path, model: str | Path, **flags: object) -> Iterator[HeadraceServer]:
+    """The same for a gateway, which knows `model` only from its workers."""
+    server = HeadraceServer(directory / "gateway.log", str(model), command="gateway", **flags)
     try:
         yield server
     finally:

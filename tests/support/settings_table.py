@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
+from server.gateway_settings import GATEWAY_OWN_SETTINGS
 from server.setting_values import format_size
 from server.settings import SETTINGS, Setting, metavar
 from server.worker.settings import OWN_SETTINGS
@@ -14,8 +15,8 @@ BEGIN, END = "<!-- settings: made from server/settings.py -->\n", "<!-- end of s
 
 
 def table() -> str:
-    """One table for each section of the settings; those that only a worker has come last."""
-    rows = (*SETTINGS, *OWN_SETTINGS)
+    """One table for each section of the settings; those that only a worker or a gateway has come last."""
+    rows = (*SETTINGS, *OWN_SETTINGS, *GATEWAY_OWN_SETTINGS)
     return "\n".join(_section(name, list(rows)) for name, rows in groupby(rows, key=lambda one: one.section))
 
 

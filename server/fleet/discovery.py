@@ -1,0 +1,60 @@
+"""How a gateway finds workers and other gateways: the registry, the keys, and where it tells what it dispatches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.wire.curve import KeyPair, read_clients
+from router.registry.base import GatewayRecord
+from server.config import GatewayConfig
+from server.worker.addresses import advertised_addresses, is_reachable_from_outside
+
+
+class Discovery(msgspec.Struct, frozen=True, kw_only=True):
+    """What an API process of a gateway is told. `announced` are the gateway's own records, one for each API process;
+    without them it tells nobody but its own processes what it dispatches."""
+
+    register: str
+    wire_key_file: str | None = None
+    wire_clients_file: str | None = None
+    listen: tuple[str, ...] = ()
+    announced: tuple[GatewayRecord, ...] = ()
+
+    @property
+    def keys(self) -> KeyPair | None:
+        return None if self.wire_key_file is None else KeyPair.read(Path(self.wire_key_file))
+
+
+def discovery_of(config: GatewayConfig, incarnation: str) -> Discovery:
+    """Raise ConfigError for settings that cannot be used, and for a door that would be open to other machines."""
+    if config.register is None:
+        raise ConfigError("A gateway needs --register.", hint="Where do its workers register? See docs/discovery.md.")
+    keys = None if config.wire_key_file is None else KeyPair.read(Path(config.wire_key_file))
+    if config.wire_clients_file is not None:
+        if keys is None:
+            raise ConfigError("--wire-clients-file needs --wire-key-file.", hint="See `headrace keys pair --help`.")
+        read_clients(Path(config.wire_clients_file))
+    known = Discovery(
+        register=config.register, wire_key_file=config.wire_key_file, wire_clients_file=config.wire_clients_file
+    )
+    if config.dispatches_listen is None:
+        return known
+    if keys is None and is_reachable_from_outside(config.dispatches_listen):
+        raise ConfigError(
+            f"{config.dispatches_listen} can be reached from other machines, and nothing would ask who connects.",
+            hint="Give --wire-key-file and --wire-clients-file.",
+        )
+    pairs = advertised_addresses(config.dispatches_listen, config.api_processes, config.advertise)
+    records = [
+        GatewayRecord(
+            gateway_id=f"{shown.partition('://')[2].replace('/', '_')}",
+            incarnation=incarnation,
+            dispatches=shown,
+            public_key=None if keys is None else keys.public,
+        )
+        for _, shown in pairs
+    ]
+    return msgspec.structs.replace(known, listen=tuple(one for one, _ in pairs), announced=tuple(records))
