@@ -39,7 +39,11 @@ STALLED_WAIT_S = 0.001
 """How long the loop pauses when all requests wait for something outside of the engine."""
 
 FAREWELL_S = 1.0
-"""How long a failed engine stays to tell the reason: clients look for an engine several times a second."""
+"""How long a failed engine stays to tell the reason, once somebody listens: clients look for an engine several times a
+second."""
+
+LONELY_FAREWELL_S = 15.0
+"""How long it waits for somebody: on a machine that is too busy for its clients the reason must not be lost."""
 
 
 class WireSecurity(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,9 +212,13 @@ def _tell_progress(host: WireHost, progress: float, message: str) -> None:
 
 def _tell_failure(host: WireHost, error: HeadraceError) -> None:
     host.set_status(Status("failed", 0.0, str(error), to_wire(error)))
-    end = time.monotonic() + FAREWELL_S
     # Who connects only now is told by the greeting.
-    while time.monotonic() < end:
+    _pump_until(host, time.monotonic() + LONELY_FAREWELL_S, lambda: host.num_peers > 0)
+    _pump_until(host, time.monotonic() + FAREWELL_S, lambda: False)
+
+
+def _pump_until(host: WireHost, end_s: float, is_done: Callable[[], bool]) -> None:
+    while not is_done() and time.monotonic() < end_s:
         host.pump(IDLE_WAIT_S)
 
 
