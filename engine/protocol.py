@@ -218,7 +218,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `incarnation` is drawn anew whenever the engine's process starts. `numerics_fingerprint` names device, operators,
     dtype and mode: tokens may differ between engines that differ in it. `generation_defaults` are the model's own
-    sampling defaults by SamplingParams field name.
+    sampling defaults by SamplingParams field name. `pid` is of the engine's process, 0 where that means nothing.
     """
 
     model: str
@@ -240,6 +240,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     generation_defaults: dict[str, float | int] = {}
     step_group: str | None = None
     threads: int = 1
+    pid: int = 0
 
     @property
     def numerics_fingerprint(self) -> str:

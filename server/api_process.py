@@ -81,9 +81,11 @@ class DrainingServer(uvicorn.Server):
 async def serve(spec: ApiSpec) -> None:
     # Imported late: prometheus_client decides at import whether its counters are shared between processes.
     from server.app import build_app
+    from server.fleet.routes import fleet_routes
 
     async with _fleet(spec) as fleet:
         app = build_app(fleet, config=spec.config, credentials=spec.credentials)
+        app.include_router(fleet_routes(fleet))
         freezing = asyncio.create_task(_freeze_once_open(fleet))
         try:
             with socket.socket(fileno=spec.listen_fd) as listener:

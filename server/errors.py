@@ -45,6 +45,12 @@ MAX_COMPARED_CHARACTERS = 200
 Retry = Literal["default", "after", "never"]
 
 
+class UnknownRequestError(RequestError):
+    """Nothing is remembered of a request."""
+
+    code = "request_not_found"
+
+
 class UnknownModelError(RequestError):
     """The body or the URL names a model that is not served here."""
 
@@ -116,6 +122,7 @@ class Rule:
 # The first match wins, so a class stands before its bases.
 TABLE: tuple[Rule, ...] = (
     Rule(UnknownModelError, 404, "invalid_request_error"),
+    Rule(UnknownRequestError, 404, "invalid_request_error"),
     Rule(BodyTooLargeError, 413, "invalid_request_error"),
     Rule(BodyTooSlowError, 408, "invalid_request_error"),
     Rule(AuthenticationError, 401, "invalid_request_error", headers=((b"www-authenticate", b"Bearer"),)),

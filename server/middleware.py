@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.access.log import AccessLog
 from server.access.record import RequestRecord, attach_record
+from server.access.session import session_of
 from server.access.trace import trace_of
 from server.logs import PROBE_PATHS, log_request
 from server.metrics import ServerMetrics
@@ -21,7 +22,7 @@ SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}\Z")
 KNOWN_ROUTES = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/version", "/metrics", "/load"}
     | {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"}
-    | {"/admin/drain", "/admin/abort", "/admin/reset_prefix_cache"}
+    | {"/admin/drain", "/admin/abort", "/admin/reset_prefix_cache", "/router/workers", "/router/explain"}
 )
 CLIENT_LEFT = "499"
 
@@ -39,7 +40,7 @@ class EdgeMiddleware:
             await self.app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        record = RequestRecord(request_id, trace=trace_of(scope["headers"]))
+        record = RequestRecord(request_id, trace=trace_of(scope["headers"]), session=session_of(scope["headers"]))
         attach_record(scope, record)
         status = CLIENT_LEFT
         started = time.perf_counter()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -165,7 +166,7 @@ class WireHost:
     def serve(self, core: Core, info: EngineInfo, assets: Mapping[str, bytes]) -> None:
         """The engine can serve: `assets` are the bytes of `info.text` by digest."""
         self._core, self._assets = core, assets
-        self._info = msgspec.structs.replace(info, incarnation=self.incarnation)
+        self._info = msgspec.structs.replace(info, incarnation=self.incarnation, pid=os.getpid())
         self.set_status(wire.Status("ready", 1.0))
 
     def drain(self) -> None:

@@ -22,7 +22,7 @@ from server.errors import AuthenticationError, ForbiddenError, reply_to
 
 PROBES = frozenset({"/health", "/ready", "/version"})
 METRICS = frozenset({"/metrics", "/load"})
-ADMIN_PREFIX = "/admin"
+ADMIN_PREFIXES = ("/admin", "/router")
 FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
 
 
@@ -73,7 +73,7 @@ class Guard:
     def _check(self, scope: Scope, record: RequestRecord) -> None:
         path: str = scope["path"]
         if scope["method"] != "OPTIONS" and path not in self._open:
-            if path == ADMIN_PREFIX or path.startswith(ADMIN_PREFIX + "/"):
+            if any(path == prefix or path.startswith(prefix + "/") for prefix in ADMIN_PREFIXES):
                 self._check_admin(scope)
             elif self._keys.required:
                 record.tenant = self._tenant(scope)

@@ -31,6 +31,7 @@ class RequestRecord:
     finish_reasons: list[str | None] = field(default_factory=list)
     error: str | None = None
     trace: TraceContext | None = None
+    session: str | None = None
 
 
 def attach_record(scope: Scope, record: RequestRecord) -> None:
@@ -48,3 +49,4 @@ class Caller:
     tenant: str | None = None
     deadline_unix_s: float | None = None
     trace: TraceContext | None = None
+    session: str | None = None

@@ -14,6 +14,7 @@ from engine.text.machine import TextMachine
 from engine.text.stops import StopStrings
 from engine.validation import check_grammar, validate
 from server.access.record import Caller
+from server.access.session import session_of_body
 from server.openai.constraints import Constraint, constraint_of
 from server.openai.echo import Echo
 from server.openai.fields import INT64, GenerationBody
@@ -83,6 +84,7 @@ def choice_runs(
             deadline_unix_s=caller.deadline_unix_s,
             traceparent=None if caller.trace is None else caller.trace.parent,
             tracestate=None if caller.trace is None else caller.trace.state,
+            session_id=caller.session or session_of_body(body.model_extra),
         )
         checked = _checked(base, text.info, wanted.names)
         for choice in range(body.n):

@@ -14,6 +14,8 @@ from router.registry.base import RankAddress, WorkerRecord
 from server.config import RoutingConfig
 from server.fleet.fleet import Fleet
 from server.fleet.model_pool import ModelPool
+from server.fleet.routes import fleet_routes
+from tests.support.api_server import chat_body, serving_models
 from tests.support.listed_registry import ListedRegistry
 from tests.support.processes import text_core
 from tests.support.text_core import ALPHABET
@@ -147,6 +149,40 @@ async def test_a_worker_that_differs_from_the_others_is_refused(
             assert "2" * 64 in caplog.text
             registry.list(right, record(tmp_path, "b", state="ready", compatibility="1" * 64))
             await ready(pool, "a/0", "b/0")
+
+
+async def test_operators_see_the_workers_and_why_a_request_went_where_it_went(tmp_path: Path) -> None:
+    with text_core(f"ipc://{tmp_path}/a") as process, text_core(f"ipc://{tmp_path}/b"):
+        fleet = Fleet(ListedRegistry(record(tmp_path, "a"), record(tmp_path, "b")), RoutingConfig(policy="session"))
+        async with serving_models(fleet) as server:
+            server.app.include_router(fleet_routes(fleet))
+            await fleet.opened.wait()
+            await ready(fleet.pools[MODEL], "a/0", "b/0")
+            answers = [
+                (await server.chat(max_tokens=3, n=2, **fields)).json()["id"]
+                for fields in ({"user": "u"}, {"prompt_cache_key": "u", "user": "other"})
+            ]
+            headers = {"x-session-id": "u"}
+            body = chat_body(max_tokens=3, prompt_cache_key="other")
+            named = await server.client.post("/v1/chat/completions", json=body, headers=headers)
+            answers.append(named.json()["id"])
+            told = [(await server.client.get(f"/router/explain?request_id={one}")).json() for one in answers]
+            targets = {decision["target_id"] for one in told for decision in one["decisions"]}
+            workers = {one["target_id"]: one for one in (await server.client.get("/router/workers")).json()}
+            missing = await server.client.get("/router/explain")
+            unknown = await server.client.get("/router/explain?request_id=chatcmpl-none")
+            outside = await server.client.get("/router/workers", headers={"x-forwarded-for": "10.0.0.1"})
+    assert [len(one["decisions"]) for one in told] == [2, 2, 1]
+    assert len(targets) == 1, "one conversation stays where it is, however it is named"
+    decision = told[0]["decisions"][0]
+    assert decision["policy"] == "session"
+    assert {option["score"]["target_id"] for option in decision["options"]} == {"a/0", "b/0"}
+    assert workers["a/0"]["pid"] == process.pid
+    assert workers["a/0"]["digest"] == workers["b/0"]["digest"]
+    assert workers["b/0"]["status"]["in_flight"] == 0
+    assert (missing.status_code, missing.json()["error"]["param"]) == (400, "request_id")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "request_not_found")
+    assert outside.status_code == 403
 
 
 async def test_models_have_pools_of_their_own(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import httpx
 import msgspec
+from fastapi import FastAPI
 
 from engine.protocol import Admin, Engine
 from server.access.credentials import Credentials
@@ -27,6 +28,7 @@ class ApiServer:
     url: str
     client: httpx.AsyncClient
     server: DrainingServer
+    app: FastAPI
     service: Service
 
     @property
@@ -102,7 +104,7 @@ async def serving_models(
         await server.startup([listener])
         try:
             async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-                yield ApiServer(url, client, server, app.state.service)
+                yield ApiServer(url, client, server, app, app.state.service)
         finally:
             for open_server in server.servers:
                 open_server.close()
