@@ -108,7 +108,7 @@ class Fleet:
         }
         for name, link in list(self._links.items()):
             entry = listed.get(name)
-            if entry is not None and (entry[1], entry[0].public_key) == (link.rank, link.record.public_key):
+            if entry is not None and link.leads_to(*entry):
                 link.record = entry[0]
                 continue
             del self._links[name]

@@ -6,12 +6,16 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
+import msgspec
+
 from engine.protocol import EngineInfo
 from engine.wire.client import RemoteEngine
 from engine.wire.curve import KeyPair
 from router.registry.base import RankAddress, WorkerRecord
 
 RETIRE_POLL_S = 0.2
+RETIRE_SILENT_LOOKS = 150
+"""In a row: 30 s, which is longer than steps take."""
 
 
 def target_id(worker_id: str, dp_rank: int) -> str:
@@ -36,6 +40,11 @@ class RankLink:
         self._on_change = on_change
         self._watch: asyncio.Task[None] | None = None
 
+    def leads_to(self, record: WorkerRecord, rank: RankAddress) -> bool:
+        """Whether it is the connection that a record asks for. Which process answers there is learnt over it."""
+        same_process = msgspec.structs.replace(rank, incarnation=self.rank.incarnation)
+        return (same_process, record.public_key, record.model) == (self.rank, self.record.public_key, self.record.model)
+
     @property
     def info(self) -> EngineInfo | None:
         """What the engine has said of itself, while it can be reached."""
@@ -52,11 +61,17 @@ class RankLink:
         self.engine.close()
 
     async def retire(self) -> None:
-        """Close once its streams have ended: being on no list is no reason to break them."""
+        """Close once its streams have ended: being on no list is no reason to break them. Nobody watches it any more:
+        when it is silent for too long they go on elsewhere."""
         if self._watch is not None:
             self._watch.cancel()
         try:
+            frames, silent_looks = 0, 0
             while self.engine.num_running and self.engine.state().state in ("ready", "draining"):
+                silent_looks = silent_looks + 1 if frames == self.engine.frames_received else 0
+                if silent_looks > RETIRE_SILENT_LOOKS:
+                    break
+                frames = self.engine.frames_received
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RETIRE_POLL_S):
                         await self.engine.wait_changed()

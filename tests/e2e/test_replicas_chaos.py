@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.answers import Question
 from tests.support.chaos import (
+    LIMIT_S,
     Crowd,
     every,
     first_answers,
@@ -97,7 +98,7 @@ async def test_engines_that_fall_silent_break_nothing(tiny_model: Path, tmp_path
             await crowd.wait_answers(len(questions) // 2)
             told_before = server.text.count(GIVEN_UP)
             send(core, hold)
-            await until(lambda before=told_before: server.text.count(GIVEN_UP) > before, "others go on with its work")  # type: ignore[misc]
+            await wait_told(server, GIVEN_UP, told_before + 1)
             await crowd.wait_answers(len(questions))
             send(core, wake)
             await wait_serving(server, 2)
@@ -139,13 +140,21 @@ async def test_new_requests_are_answered_after_a_restart_of_what_routes(tiny_mod
     assert crowd.cut > 0
 
 
+async def wait_told(server: HeadraceServer, words: str, times: int) -> None:
+    await until(lambda: server.text.count(words) >= times, f"the log has {words!r}", limit_s=LIMIT_S)
+
+
 async def kill_apis(server: HeadraceServer) -> None:
     """Kill all API processes; return when as many others are there."""
     old = server.apis
     for api in old:
         send(api, signal.SIGKILL)
     pids = {api.pid for api in old}
-    await until(lambda: len({api.pid for api in server.apis} - pids) == len(pids), "others are in their place")
+
+    def are_replaced() -> bool:
+        return len({api.pid for api in server.apis} - pids) == len(pids)
+
+    await until(are_replaced, "others are in their place", limit_s=LIMIT_S)
     await wait_ready(server)
 
 
@@ -156,7 +165,7 @@ async def wait_ready(server: HeadraceServer) -> None:
         except (OSError, AssertionError):  # it went with the connection in its backlog
             return False
 
-    await until(answers, "the server answers again", limit_s=120)
+    await until(answers, "the server answers again", limit_s=LIMIT_S)
 
 
 # --- The same for minutes -------------------------------------------------------------------------------------------

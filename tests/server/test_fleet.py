@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+import server.fleet.link
 from engine.protocol import GenerateRequest, SamplingParams
 from router.registry.base import RankAddress, WorkerRecord
 from server.config import RoutingConfig
@@ -108,6 +110,44 @@ async def test_who_is_no_longer_listed_gets_nothing_new_and_ends_what_it_has(tmp
             assert pool.pool.in_flight == {"b/0": 0}
             assert await stream == expected(3000)
             assert pool.supervisor.counters["resumed"] == 0, "nothing had to be moved"
+
+
+async def test_a_rank_keeps_its_connection_when_the_registry_learns_which_process_it_is(tmp_path: Path) -> None:
+    with text_core(f"ipc://{tmp_path}/a", step_s=0.001):
+        registry = ListedRegistry(record(tmp_path, "a"))
+        async with fleet_over(registry) as fleet:
+            pool = fleet.pools[MODEL]
+            await ready(pool, "a/0")
+            stream = asyncio.create_task(run(pool, "long", 3000))
+            await until(lambda: pool.pool.in_flight == {"a/0": 1}, "it runs")
+            (link,) = fleet.links
+            rank = RankAddress(dp_rank=0, wire=f"ipc://{tmp_path}/a", incarnation="known-now")
+            registry.list(record(tmp_path, "a", ranks=(rank,), state="ready", compatibility="1" * 64))
+            await until(lambda: link.record.state == "ready", "the change is known")
+            assert fleet.links == [link]
+            assert not stream.done()
+            assert await stream == expected(3000)
+            assert pool.supervisor.counters["resumed"] == 0
+            moved = RankAddress(dp_rank=0, wire=f"ipc://{tmp_path}/b")
+            registry.list(record(tmp_path, "a", ranks=(moved,)))
+            await until(lambda: fleet.links != [link], "another address is another connection")
+
+
+async def test_a_stream_on_a_silent_engine_that_is_no_longer_listed_goes_on_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.fleet.link, "RETIRE_SILENT_LOOKS", 5)
+    with text_core(f"ipc://{tmp_path}/a", step_s=0.001) as first, text_core(f"ipc://{tmp_path}/b", step_s=0.001):
+        registry = ListedRegistry(record(tmp_path, "a"))
+        async with fleet_over(registry) as fleet:
+            pool = fleet.pools[MODEL]
+            await ready(pool, "a/0")
+            stream = asyncio.create_task(run(pool, "long", 3000))
+            await until(lambda: pool.pool.in_flight == {"a/0": 1}, "it runs")
+            first.send_signal(signal.SIGSTOP)
+            registry.list(record(tmp_path, "b"))
+            assert await stream == expected(3000)
+            assert pool.pool.in_flight == {"b/0": 0}
 
 
 @pytest.mark.parametrize("state", ["draining", "dead"])
