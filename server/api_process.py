@@ -24,6 +24,7 @@ from server import logs
 from server.api_spec import ApiSpec
 from server.config import ServeConfig
 from server.connection import Connection, raise_fd_limit
+from server.fleet.footing import Footing, footing_of
 
 if TYPE_CHECKING:
     from server.fleet.fleet import Fleet
@@ -81,11 +82,14 @@ class DrainingServer(uvicorn.Server):
 async def serve(spec: ApiSpec) -> None:
     # Imported late: prometheus_client decides at import whether its counters are shared between processes.
     from server.app import build_app
-    from server.fleet.routes import fleet_routes
+    from server.fleet.routes import fleet_routes, gateway_route
 
-    async with _fleet(spec) as fleet:
+    footing = footing_of(spec)
+    async with _fleet(spec, footing) as fleet:
         app = build_app(fleet, config=spec.config, credentials=spec.credentials)
         app.include_router(fleet_routes(fleet))
+        if footing.own is not None:
+            app.include_router(gateway_route(footing.own))
         freezing = asyncio.create_task(_freeze_once_open(fleet))
         try:
             with socket.socket(fileno=spec.listen_fd) as listener:
@@ -95,12 +99,10 @@ async def serve(spec: ApiSpec) -> None:
 
 
 @asynccontextmanager
-async def _fleet(spec: ApiSpec) -> AsyncGenerator[Fleet, None]:
+async def _fleet(spec: ApiSpec, footing: Footing) -> AsyncGenerator[Fleet, None]:
     """The engines behind this process. The application starts and closes the fleet; here is what it stands on."""
     from server.fleet.fleet import Fleet
-    from server.fleet.footing import footing_of
 
-    footing = footing_of(spec)
     try:
         await footing.open()
         yield Fleet(

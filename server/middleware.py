@@ -22,7 +22,7 @@ SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}\Z")
 KNOWN_ROUTES = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/version", "/metrics", "/load"}
     | {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"}
-    | {"/admin/drain", "/admin/abort", "/admin/reset_prefix_cache", "/router/workers", "/router/explain"}
+    | {"/admin/drain", "/admin/abort", "/admin/reset_prefix_cache", "/router/workers", "/router/explain", "/gateway"}
 )
 CLIENT_LEFT = "499"
 

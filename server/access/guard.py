@@ -20,7 +20,7 @@ from server.access.record import RequestRecord, record_of
 from server.config import ServeConfig
 from server.errors import AuthenticationError, ForbiddenError, reply_to
 
-PROBES = frozenset({"/health", "/ready", "/version"})
+PROBES = frozenset({"/health", "/ready", "/version", "/gateway"})
 METRICS = frozenset({"/metrics", "/load"})
 ADMIN_PREFIXES = ("/admin", "/router")
 FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})

@@ -57,6 +57,7 @@ class Fleet:
         self._context: zmq.Context[zmq.Socket[Any]] = zmq.Context()
         self._gate = CompatibilityGate()
         self._records: tuple[WorkerRecord, ...] = ()
+        self._foreign: set[str] = set()
         self._links: dict[str, RankLink] = {}
         self._changes: set[asyncio.Task[None]] = set()
         self._waits: set[asyncio.Task[None]] = set()
@@ -88,7 +89,7 @@ class Fleet:
 
     async def _watch_workers(self) -> None:
         async for records in self._registry.watch():
-            self._records = records
+            self._records = tuple(record for record in records if self._is_spoken(record))
             self._connect()
             self._reconcile()
 
@@ -97,6 +98,15 @@ class Fleet:
             sharing.set_peers(PeerAddress.of(gateway) for gateway in (*self._gateways, *gateways))
             await sharing.wait_synced()
             self._is_synced = True
+
+    def _is_spoken(self, record: WorkerRecord) -> bool:
+        """Whether the worker is one of ours. Others are told once."""
+        if record.dialect == "headrace":
+            return True
+        if record.worker_id not in self._foreign:
+            self._foreign.add(record.worker_id)
+            log.warning("worker %s speaks %s and is not used: gateways route to ours", record.worker_id, record.dialect)
+        return False
 
     def _connect(self) -> None:
         """Have one link for every listed rank, and none for any other."""

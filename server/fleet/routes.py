@@ -9,6 +9,7 @@ from starlette.responses import Response
 from engine.errors import RequestError
 from router.decision import Decision
 from router.member import TargetStatus
+from router.registry.base import GatewayRecord
 from router.registry.compat import compatibility_digest
 from router.values import Role
 from server.errors import UnknownRequestError
@@ -37,6 +38,17 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     decisions: list[Decision]
+
+
+def gateway_route(own: GatewayRecord) -> APIRouter:
+    """Where registries without a memory of their own read this process's record."""
+    router = APIRouter()
+
+    @router.get("/gateway", summary="Where other gateways learn of this one's dispatches")
+    async def gateway(request: Request) -> Response:
+        return _json(own)
+
+    return router
 
 
 def fleet_routes(fleet: Fleet) -> APIRouter:

@@ -121,8 +121,10 @@ async def test_workers_come_die_and_drain_while_streams_go_on(site: Site) -> Non
         assert third.process.is_running()
 
 
-async def test_a_gateway_serves_on_without_its_registry_and_tells_which_models_there_are(site: Site) -> None:
-    server = site.gateway(api_processes=2)
+async def test_a_gateway_serves_on_without_its_registry_and_tells_which_models_there_are(
+    site: Site, tmp_path: Path
+) -> None:
+    server = site.gateway(api_processes=2, dispatches_listen=f"ipc://{tmp_path}/told")
     site.worker("first")
     site.worker("other", served_model_name="second-model")
     await server.wait_ready()
@@ -134,6 +136,8 @@ async def test_a_gateway_serves_on_without_its_registry_and_tells_which_models_t
             return {model["id"] for model in models} == {"tiny", "second-model"}
 
         await until(lists_both, "both models are listed", limit_s=60)
+        own = (await client.get("/gateway")).json()
+        assert own["dispatches"] in (f"ipc://{tmp_path}/told", f"ipc://{tmp_path}/told.1")
         for _ in range(4):
             other = await client.post("/v1/completions", json=body(1, 3, model="second-model"))
             assert other.status_code == 200, other.text
