@@ -82,6 +82,7 @@ class DrainingServer(uvicorn.Server):
 async def serve(spec: ApiSpec) -> None:
     # Imported late: prometheus_client decides at import whether its counters are shared between processes.
     from server.app import build_app
+    from server.fleet.router_metrics import RouterMetrics
     from server.fleet.routes import fleet_routes, gateway_route
 
     footing = footing_of(spec)
@@ -90,12 +91,17 @@ async def serve(spec: ApiSpec) -> None:
         app.include_router(fleet_routes(fleet))
         if footing.own is not None:
             app.include_router(gateway_route(footing.own))
-        freezing = asyncio.create_task(_freeze_once_open(fleet))
+        metrics = RouterMetrics(app.state.service.metrics.registry, fleet.pools)
+        background = [
+            asyncio.create_task(_freeze_once_open(fleet)),
+            asyncio.create_task(metrics.keep_updated()),
+        ]
         try:
             with socket.socket(fileno=spec.listen_fd) as listener:
                 await DrainingServer(app, spec.config).serve([listener])
         finally:
-            freezing.cancel()
+            for task in background:
+                task.cancel()
 
 
 @asynccontextmanager

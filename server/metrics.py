@@ -132,7 +132,18 @@ class EngineLoadCollector(Collector):
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, total in counters:
             yield CounterMetricFamily(name, text, value=total)
+        yield from _aliases(load)
         ended = CounterMetricFamily("headrace_engine_requests", "Ended requests by outcome.", labels=["outcome"])
         for outcome, count in load.requests_total.items():
             ended.add_metric([outcome], count)
         yield ended
+
+
+def _aliases(load: EngineLoad) -> Iterator[Metric]:
+    """The names by which autoscalers and dashboards made for vLLM know an engine's load."""
+    usage = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
+    yield GaugeMetricFamily("vllm:num_requests_running", "headrace_requests_running.", value=load.running)
+    yield GaugeMetricFamily("vllm:num_requests_waiting", "headrace_requests_waiting.", value=load.waiting)
+    yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Used KV blocks of all, from 0 to 1.", value=usage)
+    yield CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens.", value=load.prompt_tokens_total)
+    yield CounterMetricFamily("vllm:prefix_cache_hits", "Those that were cached.", value=load.cached_tokens_total)

@@ -16,6 +16,7 @@ from router.registry.base import RankAddress, WorkerRecord
 from server.config import RoutingConfig
 from server.fleet.fleet import Fleet
 from server.fleet.model_pool import ModelPool
+from server.fleet.router_metrics import RouterMetrics
 from server.fleet.routes import fleet_routes
 from tests.support.api_server import chat_body, serving_models
 from tests.support.listed_registry import ListedRegistry
@@ -209,11 +210,17 @@ async def test_operators_see_the_workers_and_why_a_request_went_where_it_went(tm
             told = [(await server.client.get(f"/router/explain?request_id={one}")).json() for one in answers]
             targets = {decision["target_id"] for one in told for decision in one["decisions"]}
             workers = {one["target_id"]: one for one in (await server.client.get("/router/workers")).json()}
+            metrics = RouterMetrics(server.service.metrics.registry, fleet.pools)
+            for _ in range(2):
+                metrics.update()
+            scraped = (await server.client.get("/metrics")).text
             missing = await server.client.get("/router/explain")
             unknown = await server.client.get("/router/explain?request_id=chatcmpl-none")
             outside = await server.client.get("/router/workers", headers={"x-forwarded-for": "10.0.0.1"})
     assert [len(one["decisions"]) for one in told] == [2, 2, 1]
     assert len(targets) == 1, "one conversation stays where it is, however it is named"
+    assert 'headrace_router_requests_total{model="tiny",outcome="ok",policy="session"} 5.0' in scraped
+    assert 'headrace_router_queued{model="tiny"} 0.0' in scraped
     decision = told[0]["decisions"][0]
     assert decision["policy"] == "session"
     assert {option["score"]["target_id"] for option in decision["options"]} == {"a/0", "b/0"}

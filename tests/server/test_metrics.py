@@ -48,6 +48,9 @@ async def test_the_engines_load_is_shown() -> None:
     assert seen["headrace_kv_blocks_total",] == 9
     assert seen["headrace_engine_steps_total",] == 17
     assert seen["headrace_preemptions_total",] == 0
+    assert seen["vllm:num_requests_running",] == 0
+    assert seen["vllm:kv_cache_usage_perc",] == 3 / 9
+    assert "vllm:prefix_cache_hits_total" in {name for name, *_ in seen}
 
 
 async def test_a_lost_engine_does_not_take_the_metrics_with_it() -> None:

@@ -1,0 +1,77 @@
+"""What the router has done, as Prometheus metrics. They add up over the processes of one server.
+
+The router counts by itself and knows no Prometheus; what has been added is handed on every second. prometheus_client
+keeps the sums of several processes apart and adds them when any of them is scraped (server/metrics.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from server.fleet.model_pool import ModelPool
+
+UPDATE_INTERVAL_S = 1.0
+
+PREDICTION_KINDS = ("predicted", "cached", "overestimated", "underestimated")
+
+Labels = tuple[str, ...]
+
+
+class RouterMetrics:
+    """Of the pools in `pools`, by model. Nothing here names a request, a tenant or a target."""
+
+    def __init__(self, registry: CollectorRegistry, pools: dict[str, ModelPool]) -> None:
+        self._pools = pools
+        self._handed_on: dict[tuple[str, Labels], float] = {}
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"headrace_router_{name}", text, ["model", *labels], registry=registry)
+
+        self._counters = {
+            "requests": counter("requests", "Attempts by how they ended.", "policy", "outcome"),
+            "retries": counter("retries", "Attempts that another one followed, by why.", "cause"),
+            "prediction": counter("prediction_tokens", "Prompt tokens predicted to be cached, and found so.", "kind"),
+            "suspicions": counter("index_suspicions", "Runs of wrong predictions: a target's digest was compared."),
+            "index": counter("index_events", "Gaps, replays and resyncs of the index's feed.", "kind"),
+            "shed": counter("shed", "Requests refused because the queue was full."),
+        }
+        self._queued = Gauge(
+            "headrace_router_queued",
+            "Requests that wait in the router.",
+            ["model"],
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+
+    async def keep_updated(self) -> None:
+        while True:
+            self.update()
+            await asyncio.sleep(UPDATE_INTERVAL_S)
+
+    def update(self) -> None:
+        """Hand on what has been counted since the last call."""
+        for model, pool in self._pools.items():
+            self._queued.labels(model).set(pool.pool.admission.queued)
+            for name, labels, total in _totals(pool):
+                key = (name, (model, *labels))
+                if (more := total - self._handed_on.get(key, 0.0)) > 0:
+                    self._counters[name].labels(model, *labels).inc(more)
+                    self._handed_on[key] = total
+
+
+def _totals(pool: ModelPool) -> Iterator[tuple[str, Labels, float]]:
+    """Yield (metric, labels, cumulative value)."""
+    dispatcher = pool.pool.dispatcher
+    for outcome, count in dispatcher.outcomes.items():
+        yield "requests", (dispatcher.policy.name, outcome), count
+    for cause in ("resumed", "retried", "pressed"):
+        yield "retries", (cause,), pool.supervisor.counters[cause]
+    for kind in PREDICTION_KINDS:
+        yield "prediction", (kind,), pool.hits.counters[f"{kind}_tokens"]
+    yield "suspicions", (), pool.hits.counters["suspicions"]
+    for kind, count in pool.feed.counters.items():
+        yield "index", (kind,), count
+    yield "shed", (), pool.pool.admission.shed_total
