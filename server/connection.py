@@ -128,7 +128,7 @@ class Connection(HttpToolsProtocol):
         if not self._skipping_head:
             super().on_message_begin()
             self._in_head = True
-            self._head_bytes = 0
+            self._head_bytes = self._unframed_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         if not self._skipping_head:

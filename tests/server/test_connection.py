@@ -117,6 +117,22 @@ async def test_a_head_in_one_piece_is_bounded_too() -> None:
     assert fits.startswith(b"HTTP/1.1 200 ")
 
 
+async def test_requests_without_bodies_do_not_add_up() -> None:
+    """A connection may be used for ever: what its earlier requests were long is not held against a later one."""
+    get = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Padding: " + b"p" * 20_000 + b"\r\n\r\n"
+    head, _, body = post(None, b"Expect: 100-continue", close=True).partition(b"\r\n\r\n")
+    async with serving(FakeEngine()) as server, connected(server) as (reader, writer):
+        for _ in range(5):
+            writer.write(get)
+            answered = await reader.readuntil(b"\r\n\r\n")
+            assert answered.startswith(b"HTTP/1.1 200")
+            await reader.readexactly(int(answered.lower().split(b"content-length: ")[1].split()[0]))
+        writer.write(head + b"\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100"), "the head was read by itself"
+        writer.write(body)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+
+
 async def test_a_slow_head_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
     async with serving(FakeEngine()) as server:
