@@ -6,7 +6,7 @@ import heapq
 import random
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import msgspec
@@ -38,11 +38,17 @@ class _TraceRow(msgspec.Struct):
 
 
 def read_trace(
-    path: Path, *, speed: float = 1.0, limit: int | None = None, block_tokens: int = TRACE_BLOCK_TOKENS
+    path: Path,
+    *,
+    speed: float = 1.0,
+    limit: int | None = None,
+    spread_seed: int | None = None,
+    block_tokens: int = TRACE_BLOCK_TOKENS,
 ) -> list[SimRequest]:
     """Read a trace in the format of the Mooncake traces (JSON lines), `speed` times as fast as it was recorded.
 
-    Raises ConfigError where it cannot be read.
+    Recorded times are rounded down to some seconds, so that requests come in bursts; with a `spread_seed` they are
+    drawn evenly from the time up to the next burst. Raises ConfigError where it cannot be read.
     """
     decoder = msgspec.json.Decoder(_TraceRow)
     try:
@@ -51,6 +57,8 @@ def read_trace(
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"The trace {path} cannot be read: {error}") from None
     rows.sort(key=lambda row: row.timestamp)
+    if rows and spread_seed is not None:
+        _spread(rows, random.Random(spread_seed))
     return [
         SimRequest(
             request_id=f"r{number}",
@@ -63,6 +71,17 @@ def read_trace(
         )
         for number, row in enumerate(rows)
     ]
+
+
+def _spread(rows: Sequence[_TraceRow], rng: random.Random) -> None:
+    """Draw the times of rows that were recorded at the same time anew; rows stay in their order."""
+    times = sorted({row.timestamp for row in rows})
+    steps = {time: later - time for time, later in pairwise(times)}
+    # How long the last step was is not recorded: as long as the one before it.
+    steps[times[-1]] = steps[times[-2]] if len(times) > 1 else 0.0
+    drawn = sorted(row.timestamp + rng.random() * steps[row.timestamp] for row in rows)
+    for row, time in zip(rows, drawn, strict=True):
+        row.timestamp = time
 
 
 class Conversations(msgspec.Struct, frozen=True, kw_only=True):

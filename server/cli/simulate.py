@@ -25,6 +25,9 @@ _POLICIES = "prefix,sglang,least_tokens,least_requests,round_robin"
 @click.argument("trace", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--policies", default=_POLICIES, metavar="NAME,NAME", help=f"[{_POLICIES}]")
 @click.option("--speeds", default="1", metavar="X,X", help="How many times faster than it was recorded or drawn. [1]")
+@click.option(
+    "--bursts", is_flag=True, help="Keep the times of a trace: rounded to seconds, so that requests coincide."
+)
 @click.option("--limit", type=_POSITIVE, help="Only so many requests.")
 @click.option("--rate", type=_AMOUNT, default=8.0, help="Without a trace: requests/s at speed 1. [8]")
 @click.option("--workers", type=_POSITIVE, default=8, help="[8]")
@@ -53,6 +56,7 @@ def simulate_command(
     trace: Path | None,
     policies: str,
     speeds: str,
+    bursts: bool,
     limit: int | None,
     rate: float,
     workers: int,
@@ -111,7 +115,7 @@ def simulate_command(
     _check_names(names)
     results: dict[str, list[Summary]] = {}
     for speed in _numbers(speeds):
-        requests = _requests(trace, speed, rate, limit, seed)
+        requests = _requests(trace, speed, rate, limit, seed, bursts)
         title = f"speed {speed:g}: {len(requests)} requests in {requests[-1].arrival_s:.0f} s"
         results[title] = [simulate(msgspec.structs.replace(cluster, policy=name), requests) for name in names]
         click.echo(table(title, results[title]) + "\n")
@@ -142,12 +146,14 @@ def _numbers(text: str) -> list[float]:
     return numbers
 
 
-def _requests(trace: Path | None, speed: float, rate: float, limit: int | None, seed: int) -> list[SimRequest]:
+def _requests(
+    trace: Path | None, speed: float, rate: float, limit: int | None, seed: int, bursts: bool
+) -> list[SimRequest]:
     from router.simulate.workload import Conversations, read_trace
 
     if trace is None:
         return Conversations(rate=rate * speed, requests=limit or 2000).draw(seed)
-    requests = read_trace(trace, speed=speed, limit=limit)
+    requests = read_trace(trace, speed=speed, limit=limit, spread_seed=None if bursts else seed)
     if not requests:
         raise click.BadParameter("It has no request.", param_hint="'TRACE'")
     return requests

@@ -221,6 +221,23 @@ def test_a_trace_is_read_at_its_speed(tmp_path: Path) -> None:
     assert (second.arrival_s, second.prompt_tokens, second.output_tokens, len(second.keys)) == (0.5, 1100, 7, 2)
     assert first.keys[0] == second.keys[0]
     assert len(read_trace(path, limit=1)) == 1
+    assert [one.arrival_s for one in read_trace(path, spread_seed=1)] != [0.0, 2.0]
     path.write_text("not json")
     with pytest.raises(ConfigError):
         read_trace(path)
+
+
+def test_requests_that_were_recorded_in_bursts_are_spread_over_the_time_between_them(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 3000 * (number // 20), "input_length": number, "output_length": 1, "hash_ids": [0]}
+        for number in range(60)
+    ]
+    path.write_bytes(b"\n".join(msgspec.json.encode(row) for row in rows))
+    spread = read_trace(path, speed=3.0, spread_seed=1)
+    assert spread == read_trace(path, speed=3.0, spread_seed=1)
+    times = [one.arrival_s for one in spread]
+    assert times == sorted(times)
+    assert [int(time) for time in times] == [number // 20 for number in range(60)]
+    assert len(set(times)) == 60
+    assert [one.prompt_tokens for one in spread][1:] == list(range(1, 60))
