@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -131,12 +132,32 @@ async def _freeze_once_open(fleet: Fleet) -> None:
     gc.freeze()
 
 
+def forget_dead_processes(directory: Path) -> None:
+    """Drop what processes that are gone have left of values that only live ones have, such as queues. The launcher
+    replaces each that dies, so the next one to start does it."""
+    for path in directory.glob("gauge_live*.db"):
+        pid = path.stem.rpartition("_")[2]
+        if pid.isdecimal() and not _is_alive(int(pid)):
+            path.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def main() -> None:
     spec = msgspec.json.decode(sys.stdin.readline(), type=ApiSpec)
     logs.configure(spec.config.log_level, spec.config.log_format)
     raise_fd_limit()
     if spec.metrics_dir is not None:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = spec.metrics_dir
+        forget_dead_processes(Path(spec.metrics_dir))
     with asyncio.Runner(loop_factory=uvicorn.Config("", loop="uvloop", log_config=None).get_loop_factory()) as runner:
         runner.run(serve(spec))
 

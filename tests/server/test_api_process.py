@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from server.api_process import forget_dead_processes
 from server.config import ServeConfig
 from tests.support.api_server import chat_body, chunks, completion_body, event_data
 from tests.support.processes import ApiProcess, api_processes, text_core
@@ -184,3 +188,14 @@ async def test_any_of_several_processes_tells_the_counts_of_all(address: str, tm
     counted = re.search(r"^headrace_generation_tokens_total (\S+)$", metrics, re.MULTILINE)
     assert counted is not None
     assert float(counted[1]) == 30
+
+
+def test_a_new_process_drops_what_dead_ones_had_in_hand(tmp_path: Path) -> None:
+    """Only of live values: counts of dead processes stay in the sums."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    names = [f"{kind}_{pid}.db" for kind in ("gauge_livesum", "counter") for pid in (gone.pid, os.getpid())]
+    for name in names:
+        (tmp_path / name).touch()
+    forget_dead_processes(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
