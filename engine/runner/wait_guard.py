@@ -48,7 +48,10 @@ class _WaitGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._waits(func, args, kwargs):
             raise HiddenWaitError(f"{func} makes the host wait for device '{self._device_type}'")
-        return func(*args, **kwargs)
+        with self:
+            # In inference mode composite operators arrive whole, `item` and `to` among them: look at their parts.
+            made = func.decompose(*args, **kwargs)  # type: ignore[attr-defined]
+        return func(*args, **kwargs) if made is NotImplemented else made
 
     def _waits(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if func in _SIZED_BY_VALUES or func in _SCALARS:

@@ -43,17 +43,20 @@ FREE: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", WAITING)
-def test_what_waits_is_an_error_inside_and_only_there(name: str) -> None:
+def test_what_waits_is_an_error_inside_and_only_there(name: str, inference: bool) -> None:
     x = torch.tensor([1.0, 2.0, -3.0])
-    with pytest.raises(HiddenWaitError), forbid_waits(CPU):
+    with torch.inference_mode(inference):
+        with pytest.raises(HiddenWaitError), forbid_waits(CPU):
+            WAITING[name](x)
         WAITING[name](x)
-    WAITING[name](x)
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", FREE)
-def test_what_does_not_wait_goes_through(name: str) -> None:
-    with forbid_waits(CPU):
+def test_what_does_not_wait_goes_through(name: str, inference: bool) -> None:
+    with torch.inference_mode(inference), forbid_waits(CPU):
         FREE[name](torch.tensor([1.0, 2.0, -3.0]))
 
 
@@ -64,12 +67,13 @@ def test_only_the_named_device_is_watched() -> None:
             torch.empty(2, device="meta").sum().item()
 
 
-def test_a_blocking_copy_to_or_off_the_device_is_an_error() -> None:
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_blocking_copy_to_or_off_the_device_is_an_error(inference: bool) -> None:
     x, host = torch.empty(2, device="meta"), torch.zeros(2)
     leaving = (lambda: x.to("cpu"), lambda: x.cpu(), lambda: host.copy_(x))
     arriving = (lambda: host.to("meta"), lambda: x.copy_(host))
     for copy in (*leaving, *arriving):
-        with pytest.raises(HiddenWaitError), forbid_waits(torch.device("meta")):
+        with torch.inference_mode(inference), pytest.raises(HiddenWaitError), forbid_waits(torch.device("meta")):
             copy()
     with forbid_waits(torch.device("meta")):
         x.copy_(host, non_blocking=True)
