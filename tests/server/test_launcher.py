@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,6 +21,7 @@ from engine.errors import ConfigError
 from server.child import Backoff, Child, ChildSpec
 from server.config import ServeConfig
 from server.launcher import listen, run
+from tests.support.families import kill_family
 from tests.support.scripted_engine import scripted_tokens
 from tests.support.until import until
 
@@ -99,11 +99,7 @@ def started(tmp_path: Path) -> Iterator[list[Serve]]:
     yield servers
     for server in servers:
         if server.process.poll() is None:
-            family = [server.process, *server.process.children(recursive=True)]
-            for member in family:
-                with suppress(psutil.NoSuchProcess):
-                    member.kill()
-            psutil.wait_procs(family, timeout=10)
+            kill_family(server.process)
 
 
 @pytest.fixture

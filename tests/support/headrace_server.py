@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
 import psutil
 
 from engine.protocol import EngineLoad
+from tests.support.families import exit_code_of, kill_family
 from tests.support.raw_http import exchange
 from tests.support.until import until
 
@@ -28,7 +29,6 @@ server.launcher.run = functools.partial(server.launcher.run, core_module=sys.arg
 main()
 """
 CORE, API = "server.core_process", "server.api_process"
-EXIT_TIMEOUT_S = 60
 READY_TIMEOUT_S = 120
 """A model of some size takes a while on a machine that does much else."""
 
@@ -125,21 +125,11 @@ class HeadraceServer:
         return {name: float(value) for name, value in pairs}
 
     async def exit_code(self) -> int:
-        code: int = await asyncio.get_running_loop().run_in_executor(None, self.process.wait, EXIT_TIMEOUT_S)
-        return code
+        return await exit_code_of(self.process)
 
     def kill(self) -> None:
         """End it and all that it has started, if they still run."""
-        try:
-            family = [*self.process.children(recursive=True), self.process]
-        except psutil.NoSuchProcess:
-            return
-        for member in family:
-            try:
-                member.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(family, timeout=10)
+        kill_family(self.process)
 
 
 def _command_line(process: psutil.Process) -> str:
@@ -150,23 +140,21 @@ def _command_line(process: psutil.Process) -> str:
         return ""
 
 
-@contextmanager
 def headrace(
     directory: Path, model: str | Path, *, core_module: str = CORE, **flags: object
-) -> Iterator[HeadraceServer]:
+) -> AbstractContextManager[HeadraceServer]:
     """Start a server with its log in `directory`; at the end it is killed, and must not have printed a trace."""
-    server = HeadraceServer(directory / "serve.log", str(model), core_module=core_module, **flags)
-    try:
-        yield server
-    finally:
-        server.kill()
-    assert "Traceback" not in server.text, server.text
+    return _running(directory / "serve.log", str(model), core_module=core_module, **flags)
+
+
+def gateway(directory: Path, model: str | Path, **flags: object) -> AbstractContextManager[HeadraceServer]:
+    """The same for a gateway, which knows `model` only from its workers."""
+    return _running(directory / "gateway.log", str(model), command="gateway", **flags)
 
 
 @contextmanager
-def gateway(directory: Path, model: str | Path, **flags: object) -> Iterator[HeadraceServer]:
-    """The same for a gateway, which knows `model` only from its workers."""
-    server = HeadraceServer(directory / "gateway.log", str(model), command="gateway", **flags)
+def _running(log: Path, model: str, **options: Any) -> Iterator[HeadraceServer]:  # noqa: ANN401
+    server = HeadraceServer(log, model, **options)
     try:
         yield server
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from engine.wire.client import RemoteEngine
 from engine.wire.curve import KeyPair
 from router.registry.base import WorkerRecord
 from server.config import WorkerConfig
+from tests.support.families import exit_code_of, kill_family
 from tests.support.headrace_server import COMMAND
 from tests.support.raw_http import exchange
 from tests.support.until import until
@@ -35,7 +35,6 @@ SCRIPTED_WORKER = (
     "    sys.exit(f'failed: {error}')\n"
 )
 LOAD_TIMEOUT_S = 180
-EXIT_TIMEOUT_S = 60
 
 
 class WorkerProcess:
@@ -88,21 +87,11 @@ class WorkerProcess:
         self.process.send_signal(signal.SIGTERM)
 
     async def exit_code(self) -> int:
-        code: int = await asyncio.get_running_loop().run_in_executor(None, self.process.wait, EXIT_TIMEOUT_S)
-        return code
+        return await exit_code_of(self.process)
 
     def kill(self) -> None:
         """End it and its cores, if they still run."""
-        try:
-            family = [*self.process.children(recursive=True), self.process]
-        except psutil.NoSuchProcess:
-            return
-        for member in family:
-            try:
-                member.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(family, timeout=10)
+        kill_family(self.process)
 
 
 def worker_process(directory: Path, config: WorkerConfig) -> AbstractContextManager[WorkerProcess]:
