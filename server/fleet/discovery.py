@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from engine.errors import ConfigError
-from engine.wire.curve import KeyPair, read_clients
+from engine.wire.curve import KeyPair
 from router.registry.base import GatewayRecord
 from server.config import GatewayConfig
-from server.worker.addresses import advertised_addresses, is_reachable_from_outside
+from server.wire_access import check_not_open, read_wire_keys
+from server.worker.addresses import advertised_addresses
 
 
 class Discovery(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,28 +24,21 @@ class Discovery(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keys(self) -> KeyPair | None:
-        return None if self.wire_key_file is None else KeyPair.read(Path(self.wire_key_file))
+        return read_wire_keys(self.wire_key_file, self.wire_clients_file)
 
 
 def discovery_of(config: GatewayConfig, incarnation: str) -> Discovery:
     """Raise ConfigError for settings that cannot be used, and for a door that would be open to other machines."""
     if config.register is None:
         raise ConfigError("A gateway needs --register.", hint="Where do its workers register? See docs/discovery.md.")
-    keys = None if config.wire_key_file is None else KeyPair.read(Path(config.wire_key_file))
-    if config.wire_clients_file is not None:
-        if keys is None:
-            raise ConfigError("--wire-clients-file needs --wire-key-file.", hint="See `headrace keys pair --help`.")
-        read_clients(Path(config.wire_clients_file))
+    keys = read_wire_keys(config.wire_key_file, config.wire_clients_file)
     known = Discovery(
         register=config.register, wire_key_file=config.wire_key_file, wire_clients_file=config.wire_clients_file
     )
     if config.dispatches_listen is None:
         return known
-    if keys is None and is_reachable_from_outside(config.dispatches_listen):
-        raise ConfigError(
-            f"{config.dispatches_listen} can be reached from other machines, and nothing would ask who connects.",
-            hint="Give --wire-key-file and --wire-clients-file.",
-        )
+    if keys is None:
+        check_not_open(config.dispatches_listen, "Give --wire-key-file and --wire-clients-file.")
     pairs = advertised_addresses(config.dispatches_listen, config.api_processes, config.advertise)
     records = [
         GatewayRecord(

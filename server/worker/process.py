@@ -13,11 +13,9 @@ import socket
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
-from engine.errors import ConfigError
 from engine.protocol import EngineInfo
-from engine.wire.curve import KeyPair, read_clients
+from engine.wire.curve import KeyPair
 from router.registry.base import Announcement, Registry, WorkerRecord
 from router.registry.open import open_registry
 from server.child import stop_children
@@ -25,7 +23,8 @@ from server.config import WorkerConfig
 from server.health import ServiceState
 from server.launcher import STOP_GRACE_S, failure_of, listen, url_of
 from server.logs import configure
-from server.worker.addresses import RankPlaces, is_reachable_from_outside, open_places
+from server.wire_access import check_not_open, read_wire_keys
+from server.worker.addresses import RankPlaces, open_places
 from server.worker.http import Server, build_app
 from server.worker.rank import Rank
 from server.worker.record import default_worker_id, make_record, state_of
@@ -66,19 +65,14 @@ def run(config: WorkerConfig, admin_digests: Sequence[str] = (), *, core_module:
 
 def check_security(config: WorkerConfig) -> KeyPair | None:
     """Return the worker's keys. Raises ConfigError for files that cannot be used, and for an open door."""
-    if config.wire_key_file is not None:
-        if config.wire_clients_file is not None:
-            read_clients(Path(config.wire_clients_file))
-        return KeyPair.read(Path(config.wire_key_file))
-    if config.wire_clients_file is not None:
-        raise ConfigError("--wire-clients-file needs --wire-key-file.", hint="Make one with `headrace keys pair FILE`.")
-    for address in (config.listen, config.events_listen):
-        if address is not None and is_reachable_from_outside(address) and not config.insecure:
-            raise ConfigError(
-                f"{address} can be reached from other machines, and nothing would ask who connects.",
-                hint="Give --wire-key-file and --wire-clients-file (`headrace keys pair FILE`), or --insecure.",
+    keys = read_wire_keys(config.wire_key_file, config.wire_clients_file)
+    if keys is None and not config.insecure:
+        for address in filter(None, (config.listen, config.events_listen)):
+            check_not_open(
+                address,
+                "Give --wire-key-file and --wire-clients-file (`headrace keys pair FILE`), or --insecure.",
             )
-    return None
+    return keys
 
 
 class Worker:
