@@ -73,12 +73,17 @@ class ServerMetrics:
             engine_registry = CollectorRegistry()
             engine_registry.register(EngineLoadCollector(load))
             text += generate_latest(engine_registry)
-        families: dict[str, Metric] = {}
-        for family in (family for other in others for family in other.collect()):
-            known = families.setdefault(family.name, family)
-            if known is not family:
-                known.samples += family.samples
-        return text + generate_latest(_Families(families.values()))
+        return text + generate_latest(_Families(merged(family for other in others for family in other.collect())))
+
+
+def merged(families: Iterable[Metric]) -> Iterable[Metric]:
+    """Return each name's family once, with the samples of all that have it."""
+    whole: dict[str, Metric] = {}
+    for family in families:
+        known = whole.setdefault(family.name, family)
+        if known is not family:
+            known.samples += family.samples
+    return whole.values()
 
 
 class _Families(Collector):

@@ -10,8 +10,17 @@ import msgspec
 
 from engine.errors import EngineDiedError, EngineError, UnsupportedError
 from engine.protocol import EngineInfo, GenerateRequest, TokenLogprobs
+from server.foreign.errors import error_of_body
 
-Event = TypeVar("Event")
+
+class ToldEvent(Protocol):
+    """What every language's event may tell."""
+
+    @property
+    def error(self) -> object: ...
+
+
+Event = TypeVar("Event", bound=ToldEvent)
 
 LOWEST_LOGPROB = -9999.0
 """What servers write for log 0, which JSON has not."""
@@ -95,11 +104,17 @@ def logprob(value: float | None) -> float:
     return -math.inf if value is None or value <= LOWEST_LOGPROB else float(value)
 
 
-def decoded(data: bytes, kind: type[Event]) -> Event:
+def answer_of(data: bytes, kind: type[Event]) -> Event | None:
+    """Return what an event says, None for the one that ends the stream. Raises the error that it tells."""
+    if data == DONE:
+        return None
     try:
-        return msgspec.json.decode(data, type=kind)
+        answer = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise EngineDiedError(f"The engine sent an event that cannot be read: {str(error)[:200]}") from None
+    if answer.error is not None:
+        raise error_of_body(data)
+    return answer
 
 
 def no_ids() -> EngineError:

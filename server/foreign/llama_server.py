@@ -10,8 +10,7 @@ import msgspec
 from engine.errors import EngineDiedError
 from engine.protocol import EngineInfo, GenerateRequest, TokenLogprobs
 from kvstore.keys import PUBLIC_SCOPE
-from server.foreign.dialect import DONE, Piece, check_common, decoded, logprob, no_ids, tokens_left, unsupported
-from server.foreign.errors import error_of_body
+from server.foreign.dialect import Piece, answer_of, check_common, logprob, no_ids, tokens_left, unsupported
 
 
 class TokenProbability(msgspec.Struct, frozen=True):
@@ -91,11 +90,9 @@ class LlamaReader:
         self._alternatives = alternatives
 
     def read(self, data: bytes) -> Piece | None:
-        if data == DONE:
+        answer = answer_of(data, Answer)
+        if answer is None:
             return None
-        answer = decoded(data, Answer)
-        if answer.error is not None:
-            raise error_of_body(data)
         if answer.content and not answer.tokens and not answer.stop:
             raise no_ids()
         # Its last event tells no new tokens when it streams.

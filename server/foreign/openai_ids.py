@@ -9,8 +9,7 @@ import msgspec
 from engine.errors import EngineDiedError
 from engine.protocol import EngineInfo, GenerateRequest, Grammar, TokenLogprobs
 from kvstore.keys import PUBLIC_SCOPE
-from server.foreign.dialect import DONE, Piece, check_common, decoded, logprob, min_tokens_left, no_ids, tokens_left
-from server.foreign.errors import error_of_body
+from server.foreign.dialect import Piece, answer_of, check_common, logprob, min_tokens_left, no_ids, tokens_left
 
 ID_NAME = "token_id:"
 
@@ -93,11 +92,9 @@ class OpenAIReader:
         self._alternatives = alternatives
 
     def read(self, data: bytes) -> Piece | None:
-        if data == DONE:
+        chunk = answer_of(data, Chunk)
+        if chunk is None:
             return None
-        chunk = decoded(data, Chunk)
-        if chunk.error is not None:
-            raise error_of_body(data)
         details = None if chunk.usage is None else chunk.usage.prompt_tokens_details
         cached = None if details is None else details.cached_tokens
         if not chunk.choices:

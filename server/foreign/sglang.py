@@ -11,17 +11,15 @@ from engine.errors import EngineDiedError
 from engine.protocol import EngineInfo, GenerateRequest, TokenLogprobs
 from kvstore.keys import PUBLIC_SCOPE
 from server.foreign.dialect import (
-    DONE,
     Piece,
+    answer_of,
     check_common,
-    decoded,
     logprob,
     min_tokens_left,
     no_ids,
     tokens_left,
     unsupported,
 )
-from server.foreign.errors import error_of_body
 
 TokenEntry = tuple[float | None, int, object]
 """(logprob, token id, text)"""
@@ -106,11 +104,9 @@ class SGLangReader:
         self._seen_logprobs = 0
 
     def read(self, data: bytes) -> Piece | None:
-        if data == DONE:
+        answer = answer_of(data, Answer)
+        if answer is None:
             return None
-        answer = decoded(data, Answer)
-        if answer.error is not None:
-            raise error_of_body(data)
         if answer.output_ids is None:
             if answer.text:
                 raise no_ids()

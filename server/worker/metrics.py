@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from server.metrics import EngineLoadCollector
+from server.metrics import EngineLoadCollector, merged
 from server.worker.rank import Rank
 
 _LABELS = ["dp_rank"]
@@ -21,7 +21,7 @@ class RanksCollector(Collector):
         self._ranks = ranks
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._loads()
+        yield from merged(self._loads())
         ready = GaugeMetricFamily("headrace_worker_ready", "Whether the rank can serve.", labels=_LABELS)
         starts = CounterMetricFamily("headrace_worker_core_starts", "Starts of the rank's process.", labels=_LABELS)
         wire = CounterMetricFamily("headrace_wire", "Events of the rank's wire.", labels=[*_LABELS, "event"])
@@ -34,15 +34,14 @@ class RanksCollector(Collector):
         yield from (ready, starts, wire)
 
     def _loads(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
         for rank in self._ranks:
             if rank.load is None:
                 continue
             for family in EngineLoadCollector(rank.load).collect():
-                whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                labelled = Metric(family.name, family.documentation, family.type)
                 for sample in family.samples:
-                    whole.add_sample(sample.name, {**sample.labels, "dp_rank": str(rank.number)}, sample.value)
-        yield from families.values()
+                    labelled.add_sample(sample.name, {**sample.labels, "dp_rank": str(rank.number)}, sample.value)
+                yield labelled
 
 
 def exposition(ranks: Sequence[Rank]) -> bytes:
