@@ -214,7 +214,7 @@ class TextAssets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is. Two engines with equal `compatibility` may continue each other's requests.
+    """What an engine is. Who may continue whose requests, router/registry/compat.py tells from it.
 
     `incarnation` is drawn anew whenever the engine's process starts. `numerics_fingerprint` names device, operators,
     dtype and mode: tokens may differ between engines that differ in it. `generation_defaults` are the model's own
@@ -245,10 +245,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def numerics_fingerprint(self) -> str:
         return f"{self.device}/{self.operators}/{self.dtype}/{self.numerics}"
-
-    @property
-    def compatibility(self) -> tuple[str, str, str, int, str]:
-        return (self.architecture, self.weights_digest, self.dtype, self.block_size, self.text.tokenizer.digest)
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,48 +9,47 @@ from typing import TypeVar
 import msgspec
 
 from engine.errors import EngineDiedError, HeadraceError
-from engine.protocol import Engine, EngineInfo, EngineLoad, Target
+from engine.protocol import Engine, EngineInfo, EngineLoad
 
 T = TypeVar("T")
 
 
-async def _first_answer(targets: Sequence[Target], ask: Callable[[Engine], Awaitable[T]]) -> T:
-    """Return the first answer; when there is none, raise what the last target said."""
+async def _first_answer(engines: Sequence[Engine], ask: Callable[[Engine], Awaitable[T]]) -> T:
+    """Return the first answer; when there is none, raise what the last one said."""
     failure: HeadraceError = EngineDiedError("There is no engine.")
-    for target in targets:
+    for engine in engines:
         try:
-            return await ask(target.engine)
+            return await ask(engine)
         except HeadraceError as error:
             failure = error
     raise failure
 
 
-async def describe_any(targets: Sequence[Target]) -> EngineInfo:
+async def describe_any(engines: Sequence[Engine]) -> EngineInfo:
     """Return what the first engine that answers says of itself: they all serve the same model."""
-    return await _first_answer(targets, lambda engine: engine.describe())
+    return await _first_answer(engines, lambda engine: engine.describe())
 
 
-async def fetch_from_any(targets: Sequence[Target], digest: str) -> bytes:
+async def fetch_from_any(engines: Sequence[Engine], digest: str) -> bytes:
     """Return a text asset from the first engine that has it: an asset is named by its content."""
-    return await _first_answer(targets, lambda engine: engine.fetch_asset(digest))
+    return await _first_answer(engines, lambda engine: engine.fetch_asset(digest))
 
 
-async def total_load(targets: Sequence[Target]) -> EngineLoad:
+async def total_load(engines: Sequence[Engine]) -> EngineLoad:
     """Return the sum over the engines that answer. "draining" is when all of them do."""
     loads = []
     failure: HeadraceError = EngineDiedError("There is no engine.")
-    for target in targets:
+    for engine in engines:
         try:
-            loads.append(await target.engine.load())
+            loads.append(await engine.load())
         except HeadraceError as error:
             failure = error
     if not loads:
         raise failure
-    return sum_loads(loads)
+    return _sum_loads(loads)
 
 
-def sum_loads(loads: Sequence[EngineLoad]) -> EngineLoad:
-    """Return one load for several engines: sums, and "draining" when all of them do."""
+def _sum_loads(loads: Sequence[EngineLoad]) -> EngineLoad:
     requests: Counter[str] = Counter()
     for load in loads:
         requests.update(load.requests_total)
@@ -65,10 +64,10 @@ def sum_loads(loads: Sequence[EngineLoad]) -> EngineLoad:
     return total
 
 
-async def drain_all(targets: Sequence[Target]) -> None:
+async def drain_all(engines: Sequence[Engine]) -> None:
     """Ask every engine to drain. One that is gone has nothing to drain."""
-    for target in targets:
+    for engine in engines:
         try:
-            await target.engine.drain()
+            await engine.drain()
         except EngineDiedError:
             continue

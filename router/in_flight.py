@@ -94,10 +94,6 @@ class TargetBooks:
                 break
             self._settle(key)
 
-    def forget_load(self) -> None:
-        """The process that reported is gone."""
-        self.load = None
-
     def fresh_load(self, now_s: float) -> EngineLoad | None:
         return self.load if self.load is not None and now_s - self._loaded_s <= self._stale_s else None
 

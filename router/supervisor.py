@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol, cast
 
 from engine.errors import DeadlineError, EngineDiedError, HeadraceError, PressureError, RequestError
-from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, Lease, Outcome, Pool, TokenOutput
+from engine.protocol import Engine, EngineInfo, EngineLoad, GenerateRequest, Lease, Outcome, Pool, TokenOutput
 from router.attempts import Limits, Run, RunEnded, outcome_of
 from router.fleet import describe_any, drain_all, fetch_from_any, total_load
 from router.hedging import HedgedLease
@@ -112,16 +112,20 @@ class Supervisor:
                 await run.engine.abort(request_id)
 
     async def describe(self) -> EngineInfo:
-        return await describe_any(self._pool.targets)
+        return await describe_any(self._engines)
 
     async def fetch_asset(self, digest: str) -> bytes:
-        return await fetch_from_any(self._pool.targets, digest)
+        return await fetch_from_any(self._engines, digest)
 
     async def load(self) -> EngineLoad:
-        return await total_load(self._pool.targets)
+        return await total_load(self._engines)
 
     async def drain(self) -> None:
-        await drain_all(self._pool.targets)
+        await drain_all(self._engines)
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return [target.engine for target in self._pool.targets]
 
     def _begin(self, request: GenerateRequest) -> Run:
         if request.request_id in self._runs:

@@ -10,7 +10,7 @@ from typing import Protocol
 from engine.errors import HeadraceError, LoadingError, RequestError
 from engine.protocol import EngineLoad
 from kvstore.keys import PUBLIC_SCOPE, tenant_scope
-from router.fleet import sum_loads
+from router.fleet import total_load
 from server.access.record import Caller, RequestRecord
 from server.config import ServeConfig
 from server.errors import UnknownModelError
@@ -36,22 +36,6 @@ class Models(Protocol):
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
-
-
-class OneModel:
-    """The `Models` of a server for one model."""
-
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
-
-    def served(self) -> Sequence[ServedModel]:
-        return (self._model,)
-
-    async def start(self) -> None:
-        self._model.start()
-
-    async def close(self) -> None:
-        await self._model.close()
 
 
 class Service:
@@ -105,16 +89,10 @@ class Service:
 
     async def load(self) -> EngineLoad:
         """Return the sum over the models that answer."""
-        loads = []
-        failure: HeadraceError = LoadingError("No model is there yet.", progress=0.0)
-        for model in self.models.served():
-            try:
-                loads.append(await model.engine.load())
-            except HeadraceError as error:
-                failure = error
-        if not loads:
-            raise failure
-        return sum_loads(loads)
+        models = self.models.served()
+        if not models:
+            raise LoadingError("No model is there yet.", progress=0.0)
+        return await total_load([model.engine for model in models])
 
     def cache_scope(self, tenant: str | None, salt: str | None) -> bytes:
         """Requests share cached blocks only with requests of the same scope. `tenant` None: no keys are asked for."""

@@ -16,7 +16,7 @@ import zmq
 from engine.wire.curve import KeyPair, secure_client
 from router.registry.base import GatewayRecord, Registry, WorkerRecord
 from router.registry.compat import CompatibilityGate, compatibility_digest
-from router.sharing import DispatchSharing, PeerAddress
+from router.sharing import DispatchSharing, peers_of
 from router.values import TargetState
 from server.config import RoutingConfig
 from server.fleet.link import RankLink, target_id
@@ -95,7 +95,7 @@ class Fleet:
 
     async def _watch_gateways(self, sharing: DispatchSharing) -> None:
         async for gateways in self._registry.watch_gateways():
-            sharing.set_peers(PeerAddress.of(gateway) for gateway in (*self._gateways, *gateways))
+            sharing.set_peers(peers_of((*self._gateways, *gateways)))
             await sharing.wait_synced()
             self._is_synced = True
 

@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 
 from engine.protocol import CachedTokens
+from engine.wire.client import RemoteEngine
 from router.admission import AdmissionLimits
 from router.dispatcher import Dispatcher
 from router.feed import IndexFeed
@@ -64,16 +65,20 @@ class ModelPool:
         limits = AdmissionLimits(budget_s=config.prefill_budget_s, max_queued=config.max_queued)
         self.pool = RoutedPool(dispatcher, admission_limits=limits)
         self.supervisor = Supervisor(self.pool, hedge_after_s=config.hedge_after_s)
-        self.readiness = EnginesReadiness(lambda: [link.engine for link in self.links.values()], is_open)
-        admin = EveryAdmin(lambda: [link.engine for link in self.links.values()])
+        self.readiness = EnginesReadiness(self.engines, is_open)
+        admin = EveryAdmin(self.engines)
         targets = TargetsCollector(
             name,
             lambda: {name: link.engine.is_ready for name, link in self.links.items()},
             lambda: self.pool.in_flight,
         )
         self.model = ServedModel(self.supervisor, self.readiness, name=name, admin=admin, collector=targets)
-        self._stalls = StallWatch(lambda: [link.engine for link in self.links.values()], config.stall_timeout_s)
+        self._stalls = StallWatch(self.engines, config.stall_timeout_s)
         self._watch: asyncio.Task[None] | None = None
+
+    def engines(self) -> list[RemoteEngine]:
+        """Those of the targets in use."""
+        return [link.engine for link in self.links.values()]
 
     def start(self) -> None:
         self.model.start()

@@ -17,9 +17,9 @@ from engine.config import EngineConfig
 from engine.errors import DeadlineError, RequestError
 from engine.protocol import EngineLoad, GenerateRequest, SamplingParams
 from engine.wire.client import RemoteEngine
-from router.pool import StaticPool, StaticTarget
 from router.supervisor import Supervisor
 from tests.support.scripted_engine import engine_process
+from tests.support.static_pool import StaticPool, StaticTarget
 from tests.support.until import until
 
 PEERS = 3

@@ -13,9 +13,9 @@ from engine.wire.client import RemoteEngine
 from engine.wire.curve import KeyPair, secure_client
 from engine.wire.merge import merge_outputs
 from kvstore.events.subscriber import EventSubscriber
-from router.pool import StaticPool, StaticTarget
 from router.supervisor import Supervisor
 from tests.support.event_world import KeysView
+from tests.support.static_pool import StaticPool, StaticTarget
 from tests.support.until import until
 from tests.support.wire_requests import collect
 from tests.support.worker_process import connections, worker_command

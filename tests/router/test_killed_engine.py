@@ -15,9 +15,9 @@ from engine.errors import EngineDiedError, RequestFailedError
 from engine.protocol import GenerateRequest, SamplingParams, TokenOutput
 from engine.wire.client import RemoteEngine
 from engine.wire.merge import merge_outputs
-from router.pool import StaticPool, StaticTarget
 from router.supervisor import Supervisor
 from tests.support.scripted_engine import POISON, ScriptedProcess, scripted_process, scripted_tokens
+from tests.support.static_pool import StaticPool, StaticTarget
 from tests.support.until import until
 
 

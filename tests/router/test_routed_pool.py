@@ -17,10 +17,10 @@ from router.attempts import Limits
 from router.dispatcher import Dispatcher
 from router.index import PrefixIndex
 from router.policies.registry import make_policy
-from router.pool import StaticTarget
 from router.routed_pool import RoutedPool
 from router.supervisor import Supervisor
 from tests.support.cue_engine import CueEngine, die, die_for_good, refuse
+from tests.support.static_pool import StaticTarget
 from tests.support.until import until
 
 BLOCK = 16

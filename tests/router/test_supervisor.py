@@ -24,9 +24,9 @@ from engine.errors import (
 )
 from engine.protocol import GenerateRequest, Lease, SamplingParams, TokenOutput
 from engine.wire.merge import merge_outputs
-from router.pool import StaticPool, StaticTarget
 from tests.support.cue_engine import Act, CueEngine, Stage, die, die_for_good, hang, refuse
 from tests.support.scripted_engine import ASSET, scripted_token, scripted_tokens
+from tests.support.static_pool import StaticPool, StaticTarget
 from tests.support.until import until
 
 

@@ -14,9 +14,9 @@ from engine.grammar.pool import THREADS as COMPILERS
 from engine.protocol import GenerateRequest, Grammar, SamplingParams, TokenOutput
 from engine.wire.client import RemoteEngine
 from engine.wire.merge import merge_outputs
-from router.pool import StaticPool, StaticTarget
 from router.supervisor import Supervisor
 from tests.support.scripted_engine import engine_process
+from tests.support.static_pool import StaticPool, StaticTarget
 from tests.support.tiny_models import write_tiny_llama
 from tests.support.until import until
 

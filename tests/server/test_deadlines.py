@@ -10,8 +10,8 @@ from tests.support.fake_engine import FakeEngine, Gate
 
 
 async def test_a_request_that_takes_too_long_gets_504_before_the_first_byte() -> None:
-    from router.pool import StaticPool, StaticTarget
     from router.supervisor import Supervisor
+    from tests.support.static_pool import StaticPool, StaticTarget
 
     class Watched(FakeEngine):
         is_ready = True

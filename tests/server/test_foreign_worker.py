@@ -25,7 +25,6 @@ from engine.errors import (
     UnsupportedError,
 )
 from engine.protocol import GenerateRequest, Grammar, SamplingParams, TokenOutput
-from router.pool import StaticPool, StaticTarget
 from router.supervisor import Supervisor
 from server.foreign.errors import error_of_answer, error_of_body
 from server.foreign.info import foreign_info
@@ -34,6 +33,7 @@ from server.foreign.registry import detect, dialect_named
 from server.foreign.worker import OpenAIWorker
 from tests.support.api_server import ApiServer, serving
 from tests.support.fake_engine import FakeEngine, Gate
+from tests.support.static_pool import StaticPool, StaticTarget
 from tests.support.tiny_text import EOS_ID, VOCAB_SIZE, byte_ids
 from tests.support.until import until
 

@@ -11,7 +11,7 @@ from server.config import ServeConfig
 from server.health import ServiceState
 from server.served_model import ServedModel
 from server.version import VERSION
-from tests.support.api_server import chat_body, event_data, serving, serving_models
+from tests.support.api_server import ListedModels, chat_body, event_data, serving, serving_models
 from tests.support.fake_engine import FakeEngine, FakeReadiness, Gate
 
 
@@ -134,31 +134,13 @@ async def test_version_and_load_are_told() -> None:
     assert load.json()["steps_total"] == 17
 
 
-class SeveralModels:
-    """A fixed list of them."""
-
-    def __init__(self, models: list[ServedModel]) -> None:
-        self._models = models
-
-    def served(self) -> list[ServedModel]:
-        return self._models
-
-    async def start(self) -> None:
-        for model in self._models:
-            model.start()
-
-    async def close(self) -> None:
-        for model in self._models:
-            await model.close()
-
-
 async def test_several_models_answer_under_their_names() -> None:
     """Each request goes to its own model's engine; one that is still loading keeps none of the others from serving."""
     loading = FakeReadiness(ServiceState("loading", progress=0.5))
     engines = {"tiny": FakeEngine(), "other": FakeEngine(model="other"), "late": FakeEngine(model="late")}
     readiness = {"tiny": FakeReadiness(), "other": FakeReadiness(), "late": loading}
     models = [ServedModel(engine, readiness[name], name=name) for name, engine in engines.items()]
-    async with serving_models(SeveralModels(models)) as server:
+    async with serving_models(ListedModels(models)) as server:
         for model in models[:2]:
             await model.opened.wait()
         listed = (await server.client.get("/v1/models")).json()["data"]

@@ -14,11 +14,11 @@ import pytest
 
 from engine.wire.client import RemoteEngine, RemoteState
 from engine.wire.merge import merge_outputs
-from router.pool import StaticPool, StaticTarget
 from router.supervisor import Supervisor
 from server.fleet.stalls import LOOKS, MAX_PATIENCE, StallWatch
 from tests.support.holdable import HOLD, LET_GO
 from tests.support.scripted_engine import ScriptedProcess, scripted_process, scripted_tokens
+from tests.support.static_pool import StaticPool, StaticTarget
 from tests.support.until import until
 from tests.support.wire_requests import collect, request
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from server.app import build_app
 from server.config import ServeConfig
 from server.health import Readiness
 from server.served_model import ServedModel
-from server.service import Models, OneModel, Service
+from server.service import Models, Service
 from tests.support.fake_engine import FakeReadiness
 
 
@@ -71,6 +71,24 @@ def chunks(events: list[str]) -> list[dict[str, object]]:
     return [msgspec.json.decode(event) for event in events[:-1]]
 
 
+class ListedModels:
+    """The `Models` of a server whose models do not change."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self._models = models
+
+    def served(self) -> Sequence[ServedModel]:
+        return self._models
+
+    async def start(self) -> None:
+        for model in self._models:
+            model.start()
+
+    async def close(self) -> None:
+        for model in self._models:
+            await model.close()
+
+
 @asynccontextmanager
 async def serving(
     engine: Engine,
@@ -83,7 +101,7 @@ async def serving(
 ) -> AsyncIterator[ApiServer]:
     """Serve until the block ends. `wait` returns only when the model's text is there."""
     model = ServedModel(engine, state or FakeReadiness(), admin=admin)
-    async with serving_models(OneModel(model), config=config, credentials=credentials) as server:
+    async with serving_models(ListedModels([model]), config=config, credentials=credentials) as server:
         if wait:
             await model.opened.wait()
         yield server

@@ -10,9 +10,9 @@ from engine.config import EngineConfig
 from engine.errors import EngineDiedError, HeadraceError, LoadingError
 from engine.protocol import CachedTokens, EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from router.attempts import Limits
-from router.pool import StaticPool, StaticTarget
 from router.supervisor import Supervisor
 from tests.support.scripted_engine import ASSET, scripted_info, scripted_token
+from tests.support.static_pool import StaticPool, StaticTarget
 
 Act = Callable[["CueEngine", GenerateRequest], Awaitable[None]]
 

@@ -18,9 +18,9 @@ import msgspec
 from engine.errors import HeadraceError
 from engine.protocol import GenerateRequest, SamplingParams
 from engine.wire.client import RemoteEngine
-from router.pool import StaticPool, StaticTarget
 from router.supervisor import Supervisor
 from server.api_spec import ApiSpec
+from tests.support.static_pool import StaticPool, StaticTarget
 
 
 class ScriptedApi:
