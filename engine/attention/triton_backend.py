@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBatch
 from engine.kernels.attention import prefill_attention_kernel, split_attention_kernel
+from engine.kernels.chain import chained
 from engine.kernels.kv import write_kv
 from engine.kernels.rope import rotate_and_write_kv
 from engine.kernels.shared_memory import buffers_that_fit
@@ -228,6 +229,7 @@ class _Call:
             WINDOW=self.window,
             num_warps=tiles.split_warps,
             num_stages=self._stages(tile_rows),
+            **chained(self.query.device),
         )
 
     def launch_prefill(self, short_tokens: int) -> None:
