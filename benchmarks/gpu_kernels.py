@@ -147,6 +147,26 @@ def check_attention(report: Report) -> None:
                 report.check(label, relative_error(actual, expected), BF16_BOUND)
 
 
+def check_long_prompts(report: Report) -> None:
+    """Rows that are long enough for a kernel of their own, with NaN where nobody has written."""
+    query_lens, kv_lens = [3000, 1100, 1], [3000, 2133, 700]
+    for heads, kv_heads, head_dim in [(16, 8, 128), (9, 3, 64), (28, 4, 128), (32, 8, 128)]:
+        for block_size in (64, 128):
+            batch, blocks = random_batch(query_lens, kv_lens, block_size)
+            k_cache, v_cache = random_kv(blocks, kv_heads, block_size, head_dim)
+            for row, kv_len in enumerate(kv_lens):
+                last = int(batch.block_tables[row, (kv_len - 1) // block_size])
+                for cache in (k_cache, v_cache):
+                    cache[last, :, (kv_len - 1) % block_size + 1 :] = float("nan")
+            query = torch.randn(sum(query_lens), heads + 2 * kv_heads, head_dim, dtype=BF16, device="cuda")[:, :heads]
+            expected = attention_reference(query, k_cache, v_cache, batch, head_dim**-0.5, None)
+            leave_nan(expected.shape)
+            backend = TritonAttention("triton", BACKENDS["triton"])
+            actual = backend.attend(query, k_cache, v_cache, batch, scale=head_dim**-0.5)
+            label = f"long prompts {heads}/{kv_heads}x{head_dim} block {block_size}"
+            report.check(label, relative_error(actual, expected), BF16_BOUND)
+
+
 def check_attention_invariance(report: Report) -> None:
     """A token alone, in a batch, whole, in chunks, and decoded: equal bits, and the default back end's difference."""
     for name, tiles in BACKENDS.items():
@@ -428,7 +448,13 @@ def time_sampler(report: Report) -> None:
 PARTS: dict[str, list[Callable[[Report], None]]] = {
     "rows": [check_row_kernels, time_row_kernels],
     "sampler": [check_sampler, time_sampler],
-    "attention": [check_attention, check_attention_invariance, time_decode_attention, time_prefill_attention],
+    "attention": [
+        check_attention,
+        check_long_prompts,
+        check_attention_invariance,
+        time_decode_attention,
+        time_prefill_attention,
+    ],
     "linear": [check_linear, time_linear],
 }
 SWEEPS: dict[str, Callable[[Report], None]] = {"attention": sweep_attention, "linear": sweep_linear}

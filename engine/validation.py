@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from engine.errors import PromptTooLongError, RequestError, UnsupportedError
 from engine.protocol import EngineInfo, GenerateRequest, Grammar, SamplingParams
@@ -106,7 +107,8 @@ def _check_token_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:
     except (TypeError, OverflowError) as error:
         raise RequestError(f"{param} has a token id that is not a 64-bit integer", param=param) from error
     if words:
-        for worst in (min(words), max(words)):
+        values = np.frombuffer(words, np.int64)
+        for worst in (int(values.min()), int(values.max())):
             if not 0 <= worst < vocab_size:
                 raise RequestError(
                     f"{param} has token id {worst}, outside the vocabulary [0, {vocab_size})", param=param, value=worst

@@ -7,14 +7,17 @@ lengths, as long as its block table is as wide as the longest row needs and its 
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBatch
 from engine.kernels.attention import prefill_attention_kernel, split_attention_kernel
+from engine.kernels.chain import chained
 from engine.kernels.kv import write_kv
 from engine.kernels.rope import rotate_and_write_kv
 from engine.kernels.shared_memory import buffers_that_fit
@@ -25,6 +28,12 @@ MAX_HEAD_SLOTS = 1 << 16
 
 FEW_PROGRAMS = 128
 """About one for each multiprocessor of a large GPU."""
+
+MANY_PROGRAMS = 12 * FEW_PROGRAMS
+"""So many prefill programs are faster two at a time on a multiprocessor, each with half of its registers."""
+
+LONG_ROW_TOKENS = 1024
+"""From so many query tokens a row on, as a mean, Hopper's own prefill kernel is the faster one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,7 @@ class TritonAttention:
     def __init__(self, name: str = "triton", tiles: TritonTiles = DEFAULT_TILES) -> None:
         self.name = name
         self._tiles = tiles
+        self._hopper = None if tiles.fold_splits else _hopper_attention()
         self._arrivals: dict[torch.device, Tensor] = {}
         self._shaped: tuple[AttentionBatch, int, _RowLengths] | None = None
 
@@ -126,7 +136,7 @@ class TritonAttention:
         if lengths.longest_short:
             call.launch_split(lengths.longest_short * group, self._counters(query.device))
         if lengths.has_long:
-            call.launch_prefill(short_tokens)
+            call.launch_prefill(short_tokens, self._hopper)
         return out
 
     def _row_lengths(self, batch: AttentionBatch, short_tokens: int) -> _RowLengths:
@@ -152,6 +162,14 @@ class _RowLengths:
 
     longest_short: int
     has_long: bool
+
+
+def _hopper_attention() -> ModuleType | None:
+    """Gluon is young: where this Triton has another one, or none, its kernel is not missed."""
+    try:
+        return importlib.import_module("engine.kernels.hopper_attention")
+    except ImportError:
+        return None
 
 
 def _power_of_two(count: int) -> int:
@@ -228,14 +246,31 @@ class _Call:
             WINDOW=self.window,
             num_warps=tiles.split_warps,
             num_stages=self._stages(tile_rows),
+            **chained(self.query.device),
         )
 
-    def launch_prefill(self, short_tokens: int) -> None:
+    def launch_prefill(self, short_tokens: int, hopper: ModuleType | None) -> None:
         batch, tiles, kv_heads = self.batch, self.tiles, self.k_cache.shape[1]
         tokens, _, head_dim = self.query.shape
         rows = batch.block_tables.shape[0]
+        has_long_rows = tokens >= rows * LONG_ROW_TOKENS and not self.window
+        if has_long_rows and hopper is not None and hopper.available(self.query, self.k_cache, batch.block_size):
+            hopper.prefill_attention(
+                self.out,
+                self.query,
+                self.k_cache,
+                self.v_cache,
+                batch.block_tables,
+                batch.query_starts,
+                batch.kv_lens,
+                scale_log2e=self.scale_log2e,
+                short_tokens=short_tokens,
+            )
+            return
         tile_rows = max(tiles.prefill_rows, _power_of_two(self.group))
-        prefill_attention_kernel[(tokens // (tile_rows // self.group) + rows, kv_heads)](
+        grid = (tokens // (tile_rows // self.group) + rows, kv_heads)
+        pairs = grid[0] * grid[1] >= MANY_PROGRAMS and tiles.prefill_warps == 8 and self.query.device.type == "cuda"
+        prefill_attention_kernel[grid](
             self.out,
             self.query,
             self.k_cache,
@@ -259,5 +294,6 @@ class _Call:
             WINDOW=self.window,
             FOLD_SPLITS=tiles.fold_splits,
             num_warps=tiles.prefill_warps,
-            num_stages=self._stages(tile_rows),
+            num_stages=3 if pairs else self._stages(tile_rows),
+            **({"maxnreg": 128} if pairs else {}),
         )

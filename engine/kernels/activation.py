@@ -6,11 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.chain import chained, wait
+
 _TILE = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(out, gate_up, stride_row, SIZE: tl.constexpr, TILE: tl.constexpr):
+def _silu_and_mul_kernel(
+    out, gate_up, stride_row, SIZE: tl.constexpr, TILE: tl.constexpr, CHAINED: tl.constexpr = False
+):
+    wait(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = lane < SIZE
@@ -26,5 +31,5 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(tokens, size)
     if tokens > 0:
         grid = (tokens, triton.cdiv(size, _TILE))
-        _silu_and_mul_kernel[grid](out, gate_up, gate_up.stride(0), SIZE=size, TILE=_TILE)
+        _silu_and_mul_kernel[grid](out, gate_up, gate_up.stride(0), SIZE=size, TILE=_TILE, **chained(gate_up.device))
     return out

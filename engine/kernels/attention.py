@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.chain import wait
+
 
 @triton.jit
 def _kv_tile_offsets(table, start, kv_len, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, KV_TILE: tl.constexpr):
@@ -179,6 +181,7 @@ def split_attention_kernel(
     KV_TILE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):
     """Attention of rows with at most ROWS // GROUP query tokens. Grid (num_splits, kv_heads, rows).
 
@@ -186,6 +189,7 @@ def split_attention_kernel(
     of the splits, so the result does not depend on who that is, and resets the row's counter for the next launch.
     partial_* are [rows, kv_heads, num_splits, packed_rows (, HEAD_DIM)]; arrivals is int32 [rows, kv_heads], all zero.
     """
+    wait(CHAINED)
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.program_id(2)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.chain import chained, wait
 from engine.kernels.sampling import _mix
 
 HEADER_COLUMNS = ("slot", "position", "seed_low", "seed_high", "temperature")
@@ -34,7 +35,9 @@ def _decode_inputs_kernel(
     width,
     BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):
+    wait(CHAINED)
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = row < rows
     slot = tl.load(header + row, mask=mask, other=0).to(tl.int64)
@@ -94,11 +97,15 @@ def decode_inputs(
         BLOCK_SIZE=block_size,
         LANES=_LANES,
         num_warps=1,
+        **chained(header.device),
     )
 
 
 @triton.jit
-def _keep_tokens_kernel(kept, last_tokens, token_ids, largest, slots, rows, LANES: tl.constexpr):
+def _keep_tokens_kernel(
+    kept, last_tokens, token_ids, largest, slots, rows, LANES: tl.constexpr, CHAINED: tl.constexpr = False
+):
+    wait(CHAINED)
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = row < rows
     token = tl.load(token_ids + row, mask=mask, other=0)
@@ -114,5 +121,5 @@ def keep_tokens(kept: Tensor, last_tokens: Tensor, token_ids: Tensor, largest: T
     """
     rows = len(token_ids)
     _keep_tokens_kernel[(triton.cdiv(rows, _LANES),)](
-        kept, last_tokens, token_ids, largest, slots, rows, LANES=_LANES, num_warps=1
+        kept, last_tokens, token_ids, largest, slots, rows, LANES=_LANES, num_warps=1, **chained(kept.device)
     )

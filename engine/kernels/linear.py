@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.chain import chained, wait
 from engine.kernels.shared_memory import buffers_that_fit
 
 _MIN_CHUNK = 256
@@ -95,6 +96,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: LinearT
         num_stages=buffers_that_fit(
             x.device, 0, (tiles.tile_n + tiles.tile_t) * tiles.tile_k * x.element_size(), tiles.stages
         ),
+        **chained(x.device),
     )
     return out
 
@@ -143,6 +145,7 @@ def _linear_kernel(
     TILE_T: tl.constexpr,
     TILE_K: tl.constexpr,
     TOKEN_GROUP: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):
     """Grid (tiles of N x tiles of tokens, chunks or 1). With SIDE_BY_SIDE the last chunk to arrive adds up all."""
     tiles_n = tl.cdiv(n_size, TILE_N)
@@ -160,6 +163,7 @@ def _linear_kernel(
     out_offsets = token.to(tl.int64)[None, :] * n_size + row[:, None]
     out_mask = token_mask[None, :] & (row < n_size)[:, None]
 
+    wait(CHAINED)
     total = tl.zeros((TILE_N, TILE_T), tl.float32)
     if SIDE_BY_SIDE:
         chunk = tl.program_id(1)

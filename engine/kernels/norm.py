@@ -9,9 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.chain import chained, wait
+
 
 @triton.jit
-def _rms_norm_kernel(out, x, residual, weight, eps, stride_x, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def _rms_norm_kernel(
+    out, x, residual, weight, eps, stride_x, SIZE: tl.constexpr, WIDTH: tl.constexpr, CHAINED: tl.constexpr = False
+):
+    wait(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
     mask = lane < SIZE
@@ -34,7 +39,16 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
     width = triton.next_power_of_2(size)
     if rows.shape[0] > 0:
         _rms_norm_kernel[(rows.shape[0],)](
-            out, rows, residual, weight, eps, rows.stride(0), SIZE=size, WIDTH=width, num_warps=_warps(width)
+            out,
+            rows,
+            residual,
+            weight,
+            eps,
+            rows.stride(0),
+            SIZE=size,
+            WIDTH=width,
+            num_warps=_warps(width),
+            **chained(x.device),
         )
     return out
 

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.chain import chained, wait
+
 _HEAD_TILE = 8
 
 
@@ -35,8 +37,10 @@ def _rotate_and_write_kernel(
     HALF_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_TILE: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):
     """Grid (tokens, tiles of heads): a tile may hold heads of q, k and v. Pairs of a head are (i, i + HALF)."""
+    wait(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE))[:, None]
     lane = tl.arange(0, HALF_PAD)[None, :]
@@ -112,5 +116,6 @@ def rotate_and_write_kv(
             BLOCK_SIZE=block_size,
             HEAD_TILE=_HEAD_TILE,
             num_warps=2,
+            **chained(qkv.device),
         )
     return qkv[:, :heads]

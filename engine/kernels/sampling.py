@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.chain import chained, wait
+
 _STRETCH = 4096
 MAX_ROWS = 1 << 13
 
@@ -56,8 +58,10 @@ def _choose_kernel(
     STRETCH: tl.constexpr,
     STRETCHES: tl.constexpr,
     STRETCHES_PAD: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):
     """Grid (STRETCHES, rows)."""
+    wait(CHAINED)
     stretch = tl.program_id(0)
     row = tl.program_id(1)
     token = stretch * STRETCH + tl.arange(0, STRETCH)
@@ -125,5 +129,6 @@ def choose_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor, vocab_size
         STRETCHES=stretches,
         STRETCHES_PAD=triton.next_power_of_2(stretches),
         num_warps=8,
+        **chained(logits.device),
     )
     return token_ids, largest

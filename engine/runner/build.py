@@ -61,6 +61,7 @@ def build_engine(
         vocab_size=loaded.vocab_size,
         device=loaded.device,
         max_in_flight=config.in_flight_steps or (2 if on_cuda else 1),
+        max_step_tokens=config.max_step_tokens,
         graphs=on_cuda and is_fused,
     )
     runner.warm_up(on_progress)

@@ -1,4 +1,5 @@
-"""Steps with prompts in them as CUDA graphs, as long as they have few enough tokens that launching would cost more.
+"""Steps with prompts in them as CUDA graphs: those of few tokens, whose launches would cost more than computing them,
+and those that are full, as long prompts and many prompts bring them one after another.
 
 A step is captured per (tokens, rows, width of the block table) and padded in all three: a padded token belongs to no
 row and writes to the null block, a padded row has no tokens. Rows may be of any kind (chunks, whole prompts, tails
@@ -29,7 +30,15 @@ from engine.sampler.noise import Purpose, noise_keys
 from engine.sampler.sampler import Sampler
 
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Beyond the last a step keeps a GPU busy for longer than its launches take."""
+"""Beyond the last, padding costs more than it saves: a step keeps the GPU busy for longer than its launches take."""
+
+FULL_STEP_SHARE = 0.95
+"""A step with this share of all tokens that a step may have is as good as full."""
+
+MAX_FULL_STEP_TOKENS = 1 << 14
+
+FULL_STEP_FREE_BYTES = 8 << 30
+"""A full step's graph keeps its activations. It is captured where this much of the device is free."""
 
 ROW_BUCKETS = (8, 64)
 
@@ -142,17 +151,20 @@ class PromptGraphs:
         *,
         max_slots: int,
         max_blocks: int,
+        max_step_tokens: int,
         block_size: int,
         vocab_size: int,
         device: torch.device,
     ) -> None:
         self._sampler, self._staging, self._pad_slot = sampler, staging, max_slots
+        self._full_tokens = _full_step_tokens(max_step_tokens, device)
+        buckets = TOKEN_BUCKETS if self._full_tokens is None else (*TOKEN_BUCKETS, self._full_tokens)
         self._widths = table_widths(max_blocks, block_size)
         shapes = [
             _Shape(tokens, rows, width)
             for width in reversed(self._widths)
             for rows in ROW_BUCKETS
-            for tokens in reversed(TOKEN_BUCKETS)
+            for tokens in reversed(buckets)
             # A few rows hardly notice how wide the table is.
             if (rows > ROW_BUCKETS[0] or width == self._widths[-1]) and rows * width * block_size <= MAX_TABLE_TOKENS
         ]
@@ -191,7 +203,7 @@ class PromptGraphs:
         """
         width = packed.tables[0].shape[1]
         shape = _Shape(
-            next((bucket for bucket in TOKEN_BUCKETS if bucket >= packed.positions.size), 0),
+            self._token_bucket(packed.positions.size),
             next((bucket for bucket in ROW_BUCKETS if bucket >= len(rows)), 0),
             next(known for known in self._widths if known >= width),
         )
@@ -203,6 +215,13 @@ class PromptGraphs:
         self._send(packed, rows, shape, step)
         step()
         return self._kept[: len(rows)], step.logits[: len(rows)]
+
+    def _token_bucket(self, tokens: int) -> int:
+        """Return the tokens of the step that takes so many, 0 without one."""
+        full = self._full_tokens
+        if full is not None and FULL_STEP_SHARE * full <= tokens <= full:
+            return full
+        return next((bucket for bucket in TOKEN_BUCKETS if bucket >= tokens), 0)
 
     def _send(self, packed: PackedRows | None, rows: Sequence[Row], shape: _Shape, step: _Step) -> None:
         sent = self._host[: step.sections.words]
@@ -245,3 +264,12 @@ class PromptGraphs:
         for group, (index, table) in enumerate(zip(packed.write_index, packed.tables, strict=True)):
             write_index[group, :tokens] = index
             tables[group, :count, : table.shape[1]] = table
+
+
+def _full_step_tokens(max_step_tokens: int, device: torch.device) -> int | None:
+    """Return the tokens of a full step if it is to have a graph of its own."""
+    if not TOKEN_BUCKETS[-1] < max_step_tokens <= MAX_FULL_STEP_TOKENS:
+        return None
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < FULL_STEP_FREE_BYTES:
+        return None
+    return max_step_tokens

@@ -68,8 +68,8 @@ class _Launched:
 class TorchRunner:
     """`engine.plan.Runner` on a CPU or one CUDA device. On a CPU `launch` computes; results wait to be collected.
 
-    With `graphs` decode steps, and those with few prompt tokens, run as CUDA graphs; the model's back end has to be a
-    fused one, and `warm_up` be called.
+    With `graphs` decode steps, those with few prompt tokens, and full ones (of `max_step_tokens`) run as CUDA graphs;
+    the model's back end has to be a fused one, and `warm_up` be called.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class TorchRunner:
         vocab_size: int,
         device: torch.device,
         max_in_flight: int = 1,
+        max_step_tokens: int = 0,
         graphs: bool = False,
         one_launch: bool | None = None,
     ) -> None:
@@ -126,6 +127,7 @@ class TorchRunner:
                 self._staging,
                 max_slots=max_slots,
                 max_blocks=max_blocks,
+                max_step_tokens=max_step_tokens,
                 block_size=block_size,
                 vocab_size=vocab_size,
                 device=device,

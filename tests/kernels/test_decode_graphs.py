@@ -17,6 +17,7 @@ from engine.loader.load import LoadedModel
 from engine.models.llama import Llama
 from engine.plan import Row
 from engine.protocol import SamplingParams
+from engine.runner import prompt_graphs
 from engine.runner.decode_graphs import MAX_ROWS, row_buckets, table_widths
 from engine.runner.runner import TorchRunner
 from engine.sampler.noise import Purpose, noise_keys
@@ -38,7 +39,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(write_tiny_llama(tmp_path_factory.mktemp("tiny")))
 
 
-def device_runner(driver: PlanDriver, loaded: LoadedModel, device: torch.device) -> TorchRunner:
+def device_runner(
+    driver: PlanDriver, loaded: LoadedModel, device: torch.device, max_step_tokens: int = 64
+) -> TorchRunner:
     """Put the GPU's way under a driver: its model, back end and runner."""
     module = loaded.module
     assert isinstance(module, Llama)
@@ -66,6 +69,7 @@ def device_runner(driver: PlanDriver, loaded: LoadedModel, device: torch.device)
         vocab_size=loaded.vocab_size,
         device=device,
         max_in_flight=2,
+        max_step_tokens=max_step_tokens,
         graphs=True,
         one_launch=True,
     )
@@ -89,14 +93,8 @@ def continuations(driver: PlanDriver, steps: int) -> list[list[int]]:
     return [sequence.tokens for sequence in sequences]
 
 
-@pytest.mark.parametrize("decoder", ["llama3 rope", "qwen3, biases, mixed"])
-def test_tokens_are_those_of_the_cpus_operators(
-    device: torch.device, decoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reference = load(write_decoder(tmp_path, decoder))
-    expected = continuations(PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8), 4)
-    driver = PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8)
-    driver.runner = device_runner(driver, reference, device)
+def note_replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Return the list of every attempt to run a step as a graph from here on, and whether there was one for it."""
     replayed: list[tuple[str, bool]] = []
     for name in ("_replay_decode", "_replay_prompts"):
         replay = getattr(TorchRunner, name)
@@ -106,10 +104,41 @@ def test_tokens_are_those_of_the_cpus_operators(
             return replayed[-1][1]
 
         monkeypatch.setattr(TorchRunner, name, noted)
+    return replayed
+
+
+@pytest.mark.parametrize("decoder", ["llama3 rope", "qwen3, biases, mixed"])
+def test_tokens_are_those_of_the_cpus_operators(
+    device: torch.device, decoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = load(write_decoder(tmp_path, decoder))
+    expected = continuations(PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8), 4)
+    driver = PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8)
+    driver.runner = device_runner(driver, reference, device)
+    replayed = note_replays(monkeypatch)
     assert continuations(driver, 4) == expected
     prompts = [("_replay_decode", False), ("_replay_prompts", True)]
     assert replayed == [*prompts, *prompts, *[("_replay_decode", True)] * 4]
     assert len({tuple(tokens[-3:]) for tokens in expected}) == 4
+
+
+def test_a_full_step_has_a_graph_and_one_between_has_none(
+    device: torch.device, reference: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_graphs, "TOKEN_BUCKETS", (16,))
+
+    def run(driver: PlanDriver) -> list[int]:
+        sequence = driver.open(list(range(10, 176)), sampling=SAMPLINGS[1])
+        for count in (61, 40, 58, 7):  # full, between, as good as full, few
+            driver.step([(sequence, count)])
+        return sequence.tokens
+
+    expected = run(PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8))
+    driver = PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8)
+    driver.runner = device_runner(driver, reference, device, max_step_tokens=61)
+    replayed = note_replays(monkeypatch)
+    assert run(driver) == expected
+    assert [hit for name, hit in replayed if name == "_replay_prompts"] == [True, False, True, True]
 
 
 def test_masked_rows_choose_what_the_cpus_operators_choose(device: torch.device, reference: LoadedModel) -> None:
