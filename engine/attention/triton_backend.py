@@ -26,10 +26,10 @@ MAX_HEAD_SLOTS = 1 << 16
 """Rows times KV heads of one launch: a counter each, allocated once so that a captured graph may keep its address."""
 
 
-FEW_PROGRAMS = 128
-"""About one for each multiprocessor of a large GPU."""
+FEW_PROGRAMS = 512
+"""About four for each multiprocessor of a large GPU, which is how many it runs at once."""
 
-MANY_PROGRAMS = 12 * FEW_PROGRAMS
+MANY_PROGRAMS = 1536
 """So many prefill programs are faster two at a time on a multiprocessor, each with half of its registers."""
 
 LONG_ROW_TOKENS = 1024
@@ -61,7 +61,7 @@ DEFAULT_TILES = TritonTiles(
     prefill_warps=8,
     kv_tile=64,
     kv_buffers=2,
-    split_tokens=256,
+    split_tokens=512,
     fold_splits=False,
 )
 # 64 rows in both: tensor cores add up a tile of 16 rows and one of 64 by different instructions.
@@ -204,9 +204,12 @@ class _Call:
     def _split_tokens(self, head_slots: int, table_tokens: int) -> int:
         """Return the split's size. A handful of rows is cut finer, or most of the device would have nothing to do;
         not where results may not depend on the batch."""
-        tiles = self.tiles
-        few = head_slots * -(-table_tokens // tiles.split_tokens) <= FEW_PROGRAMS
-        return tiles.split_tokens // 2 if few and not tiles.fold_splits else tiles.split_tokens
+        split_tokens = self.tiles.split_tokens
+        while not self.tiles.fold_splits and split_tokens > 2 * self.tiles.kv_tile:
+            if head_slots * -(-table_tokens // split_tokens) >= FEW_PROGRAMS:
+                break
+            split_tokens //= 2
+        return split_tokens
 
     def launch_split(self, packed_rows: int, counters: Tensor) -> None:
         batch, tiles, kv_heads = self.batch, self.tiles, self.k_cache.shape[1]

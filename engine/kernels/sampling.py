@@ -14,7 +14,13 @@ from torch import Tensor
 
 from engine.kernels.chain import chained, wait
 
-_STRETCH = 4096
+_PART = 1024
+_WARPS = 4
+_STRETCH = 2048
+_LONG_STRETCH = 8192
+_MANY_ROWS = 16
+"""So many rows keep a device busy with long stretches, which have fewer ends to put together."""
+
 MAX_ROWS = 1 << 13
 
 _arrivals: dict[torch.device, Tensor] = {}
@@ -43,6 +49,13 @@ def _gumbel(token, key_low, key_high):
 
 
 @triton.jit
+def _better(score, token, other_score, other_token):
+    """Return the better of two entries: the higher score, or of equal ones the lower id."""
+    takes_other = (other_score > score) | ((other_score == score) & (other_token < token))
+    return tl.where(takes_other, other_score, score), tl.where(takes_other, other_token, token)
+
+
+@triton.jit
 def _choose_kernel(
     token_ids,
     largest,
@@ -56,6 +69,7 @@ def _choose_kernel(
     stride_row,
     VOCAB: tl.constexpr,
     STRETCH: tl.constexpr,
+    PART: tl.constexpr,
     STRETCHES: tl.constexpr,
     STRETCHES_PAD: tl.constexpr,
     CHAINED: tl.constexpr = False,
@@ -64,22 +78,31 @@ def _choose_kernel(
     wait(CHAINED)
     stretch = tl.program_id(0)
     row = tl.program_id(1)
-    token = stretch * STRETCH + tl.arange(0, STRETCH)
-    mask = token < VOCAB
-    values = tl.load(logits + row.to(tl.int64) * stride_row + token, mask=mask, other=float("-inf")).to(tl.float32)
-    broken = tl.max((values != values).to(tl.int32), 0)
-    top = tl.where(broken > 0, float("nan"), tl.max(values, 0))
     temperature = tl.load(temperatures + row)
-    if temperature > 0.0:
-        key_low = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
-        key_high = tl.load(keys + 2 * row + 1).to(tl.uint32, bitcast=True)
-        values = tl.div_rn(values, tl.zeros_like(values) + temperature) + _gumbel(
-            token.to(tl.uint32), key_low, key_high
-        )
+    key_low = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
+    key_high = tl.load(keys + 2 * row + 1).to(tl.uint32, bitcast=True)
+    row_logits = logits + row.to(tl.int64) * stride_row
+    # Each lane keeps its own best of all parts, so that the lanes are compared once.
+    top = tl.full((PART,), float("-inf"), tl.float32)
+    best = tl.full((PART,), float("-inf"), tl.float32)
+    best_id = stretch * STRETCH + tl.arange(0, PART)
+    broken = tl.zeros((PART,), tl.int32)
+    for begin in range(0, STRETCH, PART):
+        token = stretch * STRETCH + begin + tl.arange(0, PART)
+        values = tl.load(row_logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+        broken |= (values != values).to(tl.int32)
+        top = tl.maximum(top, values)
+        if temperature > 0.0:
+            values = tl.div_rn(values, tl.zeros_like(values) + temperature) + _gumbel(
+                token.to(tl.uint32), key_low, key_high
+            )
+        best_id = tl.where(values > best, token, best_id)
+        best = tl.maximum(best, values)
+    best_score, winner = tl.reduce((best, best_id), 0, _better)
     slot = row * STRETCHES + stretch
-    tl.store(best_scores + slot, tl.max(values, 0))
-    tl.store(best_ids + slot, stretch * STRETCH + tl.argmax(values, 0, tie_break_left=True))
-    tl.store(best_logits + slot, top)
+    tl.store(best_scores + slot, best_score)
+    tl.store(best_ids + slot, winner)
+    tl.store(best_logits + slot, tl.where(tl.max(broken, 0) > 0, float("nan"), tl.max(top, 0)))
     tl.debug_barrier()  # the three are stored before the row's counter says so
     if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == STRETCHES - 1:
         tl.debug_barrier()
@@ -111,7 +134,8 @@ def choose_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor, vocab_size
         return token_ids, largest
     if logits.device not in _arrivals:
         _arrivals[logits.device] = torch.zeros(MAX_ROWS, dtype=torch.int32, device=logits.device)
-    stretches = triton.cdiv(vocab_size, _STRETCH)
+    stretch = _STRETCH if rows < _MANY_ROWS else _LONG_STRETCH
+    stretches = triton.cdiv(vocab_size, stretch)
     best_scores = torch.empty(rows, stretches, dtype=torch.float32, device=logits.device)
     _choose_kernel[(stretches, rows)](
         token_ids,
@@ -125,10 +149,11 @@ def choose_tokens(logits: Tensor, temperatures: Tensor, keys: Tensor, vocab_size
         _arrivals[logits.device],
         logits.stride(0),
         VOCAB=vocab_size,
-        STRETCH=_STRETCH,
+        STRETCH=stretch,
+        PART=_PART,
         STRETCHES=stretches,
         STRETCHES_PAD=triton.next_power_of_2(stretches),
-        num_warps=8,
+        num_warps=_WARPS,
         **chained(logits.device),
     )
     return token_ids, largest
