@@ -11,7 +11,7 @@ import pytest
 from engine.errors import ConfigError, PressureError, RequestError
 from engine.grammar import pool as pool_module
 from engine.grammar import registry
-from engine.grammar.base import CompiledGrammar, GrammarError, Matcher, Vocabulary, mask_bytes
+from engine.grammar.base import Backend, CompiledGrammar, GrammarError, Matcher, Vocabulary, mask_bytes
 from engine.grammar.llguidance_backend import LLGuidanceBackend
 from engine.grammar.pool import GrammarPool
 from engine.grammar.registry import open_backend
@@ -247,3 +247,43 @@ def test_a_model_without_an_end_token_has_no_grammars() -> None:
     words = vocabulary()
     with pytest.raises(RequestError, match="end token"):
         open_backend(registry.DEFAULT, Vocabulary(words.tokens, (), (), words.encode))
+
+
+def test_a_pool_that_was_warmed_up_opens_its_back_end_no_more() -> None:
+    opened = []
+
+    def vocabulary_once() -> Vocabulary:
+        opened.append(1)
+        return vocabulary()
+
+    pool = GrammarPool(vocabulary_once)
+    try:
+        pool.warm_up().result(DONE_S)
+        assert opened == [1]
+        pool.warm_up().result(DONE_S)
+        pool.submit(Grammar("regex", "a")).result(DONE_S)
+        assert opened == [1]
+    finally:
+        pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.warm_up()
+
+
+class _Panic(BaseException):
+    """As the libraries raise where their own code has a fault: no Exception."""
+
+
+def _panicking(vocabulary: Vocabulary) -> Backend:
+    raise _Panic("index out of bounds")
+
+
+def test_what_fails_while_warming_up_is_told_to_who_asks_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.BACKENDS, "panicking", _panicking)
+    pool = GrammarPool(vocabulary, backend="panicking")
+    try:
+        pool.warm_up().result(DONE_S)
+        error = pool.submit(Grammar("regex", "a")).exception(DONE_S)
+        assert isinstance(error, RequestError)
+        assert "index out of bounds" in str(error)
+    finally:
+        pool.close()
