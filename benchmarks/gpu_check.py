@@ -4,8 +4,9 @@
 
 In invariant mode tokens and logprobs of greedy and seeded requests have to be bitwise the same with graphs or operator
 by operator, with one step in flight or two, alone, in chunks, and from the prefix cache; in default mode tokens have to
-be the same with one step in flight or two. Every greedy token has to be the float32 reference's, up to near ties.
-Launching runs under the guard against hidden waits. Exit code 1 when a check fails.
+be the same with one step in flight or two. Some requests have a grammar, and what they write has to be in it. Every
+greedy token without one has to be the float32 reference's, up to near ties. Launching runs under the guard against
+hidden waits. Exit code 1 when a check fails.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.gpu_check_grammars import EOS_ID, byte_pool, constrained, fault_of
 from benchmarks.plan_driver import PlanDriver
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.grammar.pool import GrammarPool
 from engine.layers.row_ops import row_ops
 from engine.loader.load import LoadedModel, load_model
 from engine.models.llama import Llama
@@ -67,7 +70,14 @@ def load(model: str, numerics: Numerics, device: str, dtype: str = "bfloat16") -
 
 
 def make_core(
-    loaded: LoadedModel, numerics: Numerics, *, graphs: bool, in_flight: int, step_tokens: int, cache: bool = False
+    loaded: LoadedModel,
+    numerics: Numerics,
+    grammars: GrammarPool,
+    *,
+    graphs: bool,
+    in_flight: int,
+    step_tokens: int,
+    cache: bool = False,
 ) -> EngineCore:
     num_blocks = (NUM_BLOCKS,) * len(loaded.kv_groups)
     on_cpu = loaded.device.type == "cpu"
@@ -95,7 +105,7 @@ def make_core(
         operators=loaded.operators,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=loaded.vocab_size,
-        eos_ids=(),
+        eos_ids=(EOS_ID,),
         block_size=BLOCK_SIZE,
         kv_groups=loaded.kv_groups,
         kv_capacity_tokens=(NUM_BLOCKS - 1) * BLOCK_SIZE,
@@ -103,13 +113,13 @@ def make_core(
         text=loaded.text,
     )
     config = EngineConfig(max_step_tokens=step_tokens, in_flight_steps=in_flight, prefix_cache=cache)
-    core = EngineCore(info, config, runner, num_blocks)
+    core = EngineCore(info, config, runner, num_blocks, grammars=grammars)
     core.check_runner = runner  # type: ignore[attr-defined]
     return core
 
 
 def requests(vocab: int, logprobs: int | None) -> list[GenerateRequest]:
-    """Greedy, seeded, filtered, with a penalty; prompts of a few tokens up to several blocks."""
+    """Greedy, seeded, filtered, with a penalty, constrained; prompts of a few tokens up to several blocks."""
     rng = random.Random(0)
     samplings: list[dict[str, float]] = [
         {"temperature": 0.0},
@@ -124,7 +134,9 @@ def requests(vocab: int, logprobs: int | None) -> list[GenerateRequest]:
         sampling = SamplingParams(max_tokens=24 + 5 * index, ignore_eos=True, logprobs=logprobs, **own)  # type: ignore[arg-type]
         prompt = rng.choices(range(vocab), k=rng.choice([3, 17, 64, 130, 333, 700]))
         made.append(GenerateRequest(request_id=f"r{index}", prompt_ids=prompt, sampling=sampling))
-    return made
+    grammatical = constrained([one.prompt_ids for one in made[:5]], plain=logprobs is None, logprobs=logprobs)
+    rng.shuffle(mixed := made + grammatical)
+    return mixed
 
 
 def run(core: EngineCore, wanted: Sequence[GenerateRequest]) -> Streams:
@@ -167,17 +179,26 @@ def difference(actual: Streams, expected: Streams) -> str:
     return ""
 
 
+def check_grammars(checks: Checks, name: str, wanted: Sequence[GenerateRequest], streams: Streams, vocab: int) -> None:
+    """Check that every constrained output is one of its grammar's."""
+    some = [request for request in wanted if request.grammar is not None]
+    faults = list(filter(None, (fault_of(one, streams[one.request_id][0], vocab) for one in some)))
+    checks(f"{name}: {len(some)} constrained outputs are what their grammars allow", not faults, "; ".join(faults))
+
+
 def check_invariant(checks: Checks, model: str, device: str) -> None:
     loaded = load(model, "invariant", device)
+    grammars = byte_pool(loaded.vocab_size)
     wanted = requests(loaded.vocab_size, logprobs=2)
 
     def core(**settings: int | bool) -> EngineCore:
         kept = {"graphs": device == "cuda", "in_flight": 2, "step_tokens": 4096, **settings}
-        return make_core(loaded, "invariant", **kept)  # type: ignore[arg-type]
+        return make_core(loaded, "invariant", grammars, **kept)  # type: ignore[arg-type]
 
     expected = run(core(graphs=False, in_flight=1), wanted)
     distinct = len({tuple(tokens[-8:]) for tokens, _ in expected.values()})
-    checks(f"{model} invariant: the requests end differently", distinct > 8, f"({distinct} of 12)")
+    checks(f"{model} invariant: the requests end differently", distinct > 12, f"({distinct} of {len(wanted)})")
+    check_grammars(checks, f"{model} invariant", wanted, expected, loaded.vocab_size)
 
     def same(name: str, actual: Streams) -> None:
         found = difference(actual, {key: expected[key] for key in actual})
@@ -195,36 +216,43 @@ def check_invariant(checks: Checks, model: str, device: str) -> None:
     same("from the prefix cache", run(caching, wanted))
     checks(f"{model} invariant: the cache was hit", caching.load().cached_tokens_total > hits)
     caching.check_integrity()
+    grammars.close()
 
 
 def check_default(checks: Checks, model: str, device: str) -> None:
     loaded = load(model, "default", device)
     wanted = requests(loaded.vocab_size, logprobs=None)
     graphs = device == "cuda"
+    grammars = byte_pool(loaded.vocab_size)
     streams = []
     for in_flight in (1, 2):
-        core = make_core(loaded, "default", graphs=graphs, in_flight=in_flight, step_tokens=4096)
+        core = make_core(loaded, "default", grammars, graphs=graphs, in_flight=in_flight, step_tokens=4096)
         core.check_runner.guard = True  # type: ignore[attr-defined]
         streams.append(run(core, wanted))
     found = difference(streams[1], streams[0])
     # Requests arrive by step, so both runs make the same batches.
     checks(f"{model} default: overlapped and synchronous give the same tokens", not found, found)
     checks(f"{model} default: no hidden waits", GuardedRunner.guarded > 0, f"({GuardedRunner.guarded} launches)")
+    check_grammars(checks, f"{model} default", wanted, streams[0], loaded.vocab_size)
+    grammars.close()
     check_reference(checks, model, loaded, wanted, streams[0])
 
 
 def check_reference(
     checks: Checks, model: str, loaded: LoadedModel, wanted: Sequence[GenerateRequest], streams: Streams
 ) -> None:
-    """Compare greedy tokens with the same weights in float32 on the CPU, given the tokens before."""
+    """Compare greedy tokens with the same weights in float32 on the CPU, given the tokens before.
+
+    Of the invariant mode's module the parts are its weights themselves; those of packed ones would be copies.
+    """
     assert isinstance(loaded.module, Llama)
-    reference = load(model, "default", "cpu", "float32")
+    reference = load(model, "invariant", "cpu", "float32")
     assert isinstance(reference.module, Llama)
     for (_, target), (_, source) in zip(reference.module.named_parts(), loaded.module.named_parts(), strict=True):
         target.copy_(source)
     worst, exact, total = 0.0, 0, 0
     for request in wanted:
-        if request.sampling.temperature > 0 or len(request.prompt_ids) > 400:
+        if request.grammar is not None or request.sampling.temperature > 0 or len(request.prompt_ids) > 400:
             continue
         tokens = streams[request.request_id][0]
         driver = PlanDriver(reference, num_blocks=64, block_size=BLOCK_SIZE)

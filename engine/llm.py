@@ -22,8 +22,7 @@ from engine.completion import Completion, CompletionRun, Usage
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, EngineDiedError, PressureError, RequestError, UnsupportedError
-from engine.grammar.assets import pool_for
-from engine.grammar.pool import TIME_LIMIT_S
+from engine.grammar.pool import TIME_LIMIT_S, GrammarPool
 from engine.plan import Runner
 from engine.protocol import EngineInfo, GenerateRequest, Grammar, SamplingParams
 from engine.text.chat import ChatTemplate, Message
@@ -53,13 +52,14 @@ class LLM:
         # Everything else here is free of torch: `import engine.llm` costs nothing yet.
         from engine.runner.build import build_engine
 
+        codecs: list[TextCodec] = []
         with _LoadingBar() as bar:
-            info, runner, num_blocks, assets = build_engine(config, bar.show)
+            info, runner, num_blocks, assets = build_engine(config, bar.show, lambda codec, *_: codecs.append(codec))
         self.info: EngineInfo = info
-        self.codec = TextCodec.from_assets(info.text, assets, vocab_size=info.vocab_size)
+        (self.codec,) = codecs
         self._template = ChatTemplate.from_assets(info.text, assets)
         self._runner: Runner | None = runner
-        self._grammars = pool_for(info, assets)
+        self._grammars = GrammarPool.of(self.codec, info.vocab_size, info.eos_ids)
         self._core: EngineCore | None = EngineCore(info, config, runner, num_blocks, grammars=self._grammars)
         self._max_live = config.max_waiting
         self._numbers = itertools.count()

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -232,12 +233,20 @@ def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
     """Load the model; torch is imported here and not before."""
     on_progress(0.0, "Starting.")
     from engine.core import EngineCore
-    from engine.grammar.assets import pool_for
+    from engine.grammar.pool import GrammarPool
     from engine.runner.build import build_engine
+    from engine.text.tokenizer import TextCodec
 
-    info, runner, num_blocks, assets = build_engine(config, on_progress)
+    warming: list[tuple[GrammarPool, Future[None]]] = []
+
+    def on_text(codec: TextCodec, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        pool = GrammarPool.of(codec, vocab_size, eos_ids)
+        warming.append((pool, pool.warm_up()))
+
+    info, runner, num_blocks, assets = build_engine(config, on_progress, on_text)
+    ((grammars, warm_up),) = warming
+    warm_up.result()  # Reading the weights took longer.
     log = KVEventLog([group.window_tokens for group in info.kv_groups], info.block_size)
-    grammars = pool_for(info, assets)
     core = EngineCore(info, config, runner, num_blocks, grammars=grammars, event_log=log)
 
     def close() -> None:

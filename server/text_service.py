@@ -14,7 +14,6 @@ from functools import partial
 from typing import TypeVar
 
 from engine.errors import PressureError, PromptTooLongError, RequestError, UnsupportedError
-from engine.grammar.base import Vocabulary
 from engine.grammar.pool import TIME_LIMIT_S, GrammarPool
 from engine.protocol import Engine, EngineInfo, Grammar
 from engine.text.chat import ChatTemplate, Message
@@ -37,7 +36,7 @@ class TextService:
         self.codec = codec
         self.template = template
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
-        self._grammars = GrammarPool(lambda: Vocabulary.of(codec, info.vocab_size, info.eos_ids))
+        self._grammars = GrammarPool.of(codec, info.vocab_size, info.eos_ids)
         self._queued = 0
 
     @classmethod
@@ -47,7 +46,13 @@ class TextService:
         references = [text.tokenizer] + ([text.chat_template] if text.chat_template else [])
         assets = {reference.digest: await engine.fetch_asset(reference.digest) for reference in references}
         codec = await asyncio.to_thread(TextCodec.from_assets, text, assets, vocab_size=info.vocab_size)
-        return cls(info, codec, ChatTemplate.from_assets(text, assets))
+        service = cls(info, codec, ChatTemplate.from_assets(text, assets))
+        await service.warm_up()
+        return service
+
+    async def warm_up(self) -> None:
+        """Do what the first grammar would wait for."""
+        await asyncio.wrap_future(self._grammars.warm_up())
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

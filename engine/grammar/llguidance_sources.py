@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 
 import msgspec
@@ -15,6 +16,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import RequestError
+from engine.grammar.regex_size import added_by_repetitions
 from engine.protocol import Grammar
 
 WHITESPACE = r"(\x20|\x0A(\x20{0,40}|\x09{0,20}))"
@@ -24,12 +26,17 @@ MAX_REMAINDERS = 10_000
 """Numbers are told to be multiples of n by their remainders, of which there are n: about a second for so many. Factors
 2 and 5 are the decimal notation's own and cost nothing."""
 
+MAX_REPEATED = 10_000
+"""Characters that repetitions add to a regular expression when they are written out: some ten milliseconds a mask."""
+
 MAX_GBNF_RULES = 500
 """The conversion looks at every rule once per rule."""
 
 MAX_MESSAGE_CHARS = 300
 
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
+_LARK_REGEX = re.compile(r"/((?:\\.|[^/\\\n])+)/")
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _NUMBER_MEMBER = re.compile(r'("(?:[^"\\]|\\.){0,64}+")\s*+:\s*+(-?[0-9][0-9.eE+-]*)')
 """A number in JSON and the name before it; 64 are enough for a name of ten characters, all of them escaped."""
@@ -43,6 +50,7 @@ def definition_of(grammar: Grammar) -> str:
         case "json_schema":
             return _of_schema(grammar.source)
         case "regex":
+            _check_repetitions(grammar.source)
             return LLMatcher.grammar_from_regex(grammar.source)
         case "choice":
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, _choices(grammar.source))))
@@ -58,6 +66,8 @@ def short(message: str) -> str:
 
 def _of_schema(source: str) -> str:
     _check_multiples(source)
+    for text in _strings(source):
+        _check_repetitions(text)
     try:
         return LLMatcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": WHITESPACE})
     except ValueError as error:
@@ -78,6 +88,8 @@ def _lark(source: str) -> str:
     """A rule of GBNF has "::=" behind its name, and no line of Lark begins like that."""
     if not _GBNF_RULE.search(source):
         _check_multiples(source)  # Lark may hold schemas
+        for literal in _LARK_REGEX.findall(source):
+            _check_repetitions(literal)
         return source
     if source.count("::=") > MAX_GBNF_RULES:
         raise RequestError(f"a GBNF grammar may have {MAX_GBNF_RULES} rules at most")
@@ -95,6 +107,24 @@ def _plain_escape(escape: re.Match[str]) -> str:
     if code < 0 or code > 0x10FFFF or 0xD800 <= code < 0xE000:
         return escape[0]
     return chr(code) if code >= 0x80 else f"\\x{code:02x}"
+
+
+def _strings(source: str) -> Iterator[str]:
+    """All strings of a JSON text that may be patterns, as they are meant; nothing of what is no JSON."""
+    for string in _JSON_STRING.findall(source):
+        if "{" in string or "\\u" in string:
+            try:
+                yield json.loads(string)
+            except ValueError:
+                return  # The library refuses it as well.
+
+
+def _check_repetitions(pattern: str) -> None:
+    if added_by_repetitions(pattern) > MAX_REPEATED:
+        raise RequestError(
+            f"a regular expression is too costly: repetitions that must be there may add {MAX_REPEATED} characters at"
+            " most"
+        )
 
 
 def _check_multiples(source: str) -> None:

@@ -8,16 +8,20 @@ whoever waits; the library's own limits end the work soon after.
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from engine.errors import PressureError
+from engine.errors import PressureError, RequestError
 from engine.grammar.base import Backend, CompiledGrammar, Matcher, Vocabulary
 from engine.grammar.masks import MaskThreads, PendingMasks
 from engine.grammar.registry import DEFAULT, open_backend
 from engine.protocol import Grammar
+from engine.text.tokenizer import TextCodec
+
+log = logging.getLogger(__name__)
 
 THREADS = 2
 MAX_QUEUED = 256
@@ -28,7 +32,7 @@ STACK_BYTES = 128 << 20
 
 
 class GrammarPool:
-    """`vocabulary` is called once, in a thread of the pool, when the first grammar comes."""
+    """`vocabulary` is called once, in a thread of the pool, on `warm_up` or when the first grammar comes."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], *, backend: str = DEFAULT) -> None:
         self._vocabulary = vocabulary
@@ -41,6 +45,19 @@ class GrammarPool:
         self._closed = False
         self._queued = 0
         self._grammars: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
+
+    @classmethod
+    def of(cls, codec: TextCodec, vocab_size: int, eos_ids: Sequence[int]) -> GrammarPool:
+        """A pool for a model of this text; `vocab_size` is the model's own."""
+        return cls(lambda: Vocabulary.of(codec, vocab_size, eos_ids))
+
+    def warm_up(self) -> Future[None]:
+        """Begin to do what the first grammar would wait for. It is no fault when it cannot be done: nobody may ever ask
+        for a grammar, and who does is told. Raises RuntimeError after close()."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this grammar pool is closed")
+            return self._threads().submit(self._warm_up)
 
     def submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """Return the grammar's future, which several may share. It fails with RequestError for a bad source.
@@ -90,10 +107,25 @@ class GrammarPool:
         return self._executor
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        try:
+            return self._open().compile(grammar)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                raise
+            # A fault of a library in another language. Whoever waits for the grammar catches no more than Exception.
+            raise RequestError(f"the grammar library has given up: {error}") from error
+
+    def _warm_up(self) -> None:
+        try:
+            self._open()
+        except BaseException as error:  # the library's own faults are no Exception
+            log.info("this model takes no grammars: %s", error)
+
+    def _open(self) -> Backend:
         with self._opening:
             if self._backend is None:
                 self._backend = open_backend(self._backend_name, self._vocabulary())
-        return self._backend.compile(grammar)
+            return self._backend
 
     def _ended(self, key: bytes, future: Future[CompiledGrammar]) -> None:
         with self._lock:

@@ -38,6 +38,10 @@ OnProgress = Callable[[float, str], None]
 CheckRoom = Callable[[tuple[KVGroupSpec, ...], torch.dtype, int], object]
 """Called with a model's KV groups, its dtype and the longest sequence. Raises when there will be no room for them."""
 
+OnText = Callable[[TextCodec, int, tuple[int, ...]], object]
+"""Called with the model's text, the size of its vocabulary and its end ids before its weights are read: what needs no
+more than these can be made meanwhile."""
+
 SAMPLE_TEXT = "Hello, w\u00f6rld 1\n"
 """A tokenizer that cannot read this reads next to nothing."""
 
@@ -70,7 +74,11 @@ class LoadedModel:
 
 
 def load_model(
-    config: EngineConfig, on_progress: OnProgress, *, check_room: CheckRoom = lambda groups, dtype, max_model_len: None
+    config: EngineConfig,
+    on_progress: OnProgress,
+    *,
+    check_room: CheckRoom = lambda groups, dtype, max_model_len: None,
+    on_text: OnText = lambda codec, vocab_size, eos_ids: None,
 ) -> LoadedModel:
     """Load `config.model` onto `config.device`. Raises ModelError or ConfigError with one line for the user, and what
     `check_room` raises before memory is taken."""
@@ -80,7 +88,6 @@ def load_model(
     checkpoint = open_checkpoint(config.model, on_progress, device)
     try:
         max_model_len = check_window(config.max_model_len, checkpoint.config.max_positions, checkpoint.path)
-        text, assets = _text_assets(checkpoint, config.chat_template)
 
         def build(device: torch.device, max_positions: int) -> Llama:
             return MODELS[checkpoint.architecture](
@@ -91,6 +98,10 @@ def load_model(
         outline = _built(lambda: build(torch.device("meta"), 1), checkpoint)
         _check_tensors(outline, checkpoint)
         check_room(outline.kv_groups(), dtype, max_model_len)
+        codec, text, assets = _text_assets(checkpoint, config.chat_template)
+        # An end token that the model has no logit for is never chosen.
+        eos_ids = tuple(token for token in checkpoint.eos_ids if 0 <= token < checkpoint.config.vocab_size)
+        on_text(codec, checkpoint.config.vocab_size, eos_ids)
         module = _built(lambda: build(device, max_model_len), checkpoint)
         weights_digest = _fill(module, checkpoint, on_progress)
     finally:
@@ -103,8 +114,7 @@ def load_model(
         module=module,
         backend=backend,
         kv_groups=module.kv_groups(),
-        # An end token that the model has no logit for is never chosen.
-        eos_ids=tuple(token for token in checkpoint.eos_ids if 0 <= token < checkpoint.config.vocab_size),
+        eos_ids=eos_ids,
         max_model_len=max_model_len,
         vocab_size=checkpoint.config.vocab_size,
         weights_digest=weights_digest,
@@ -154,12 +164,12 @@ def _built(build: Callable[[], Llama], checkpoint: Checkpoint) -> Llama:
         ) from error
 
 
-def _text_assets(checkpoint: Checkpoint, chat_template: str | None) -> tuple[TextAssets, dict[str, bytes]]:
+def _text_assets(checkpoint: Checkpoint, chat_template: str | None) -> tuple[TextCodec, TextAssets, dict[str, bytes]]:
     files, vocab_size = checkpoint.text, checkpoint.config.vocab_size
     if files.bos_id is not None and not 0 <= files.bos_id < vocab_size:
         raise ModelError(f"{checkpoint.path}: the BOS token {files.bos_id} is outside the vocabulary [0, {vocab_size})")
     template = files.chat_template if chat_template is None else template_source(chat_template)
-    _check_text(files, template, checkpoint)
+    codec = _checked_codec(files, template, checkpoint)
     contents = {hashlib.sha256(data).hexdigest(): data for data in (files.tokenizer, template) if data is not None}
     text = TextAssets(
         tokenizer=_asset(files.tokenizer),
@@ -168,15 +178,18 @@ def _text_assets(checkpoint: Checkpoint, chat_template: str | None) -> tuple[Tex
         add_bos=files.add_bos,
         special_tokens=files.special_tokens,
     )
-    return text, contents
+    return codec, text, contents
 
 
-def _check_text(files: TextFiles, template: bytes | None, checkpoint: Checkpoint) -> None:
+def _checked_codec(files: TextFiles, template: bytes | None, checkpoint: Checkpoint) -> TextCodec:
     """Text is made in other processes; but what they could not use is told here, where a wrong model ends the start."""
+    bos_id = files.bos_id if files.add_bos else None
     try:
-        TextCodec(files.tokenizer).encode(SAMPLE_TEXT, parse_special=True)
+        codec = TextCodec(files.tokenizer, bos_id=bos_id, vocab_size=checkpoint.config.vocab_size)
+        codec.encode(SAMPLE_TEXT, parse_special=True)
         if template is not None:
             ChatTemplate(template.decode(), files.special_tokens)
+        return codec
     except RequestError as error:
         raise ModelError(f"{checkpoint.path}: {error}") from error
     except ModelError as error:

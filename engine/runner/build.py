@@ -13,7 +13,7 @@ import torch
 from engine.attention.base import FusedAttention
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError, RequestError
-from engine.loader.load import LoadedModel, choose_device, load_model
+from engine.loader.load import LoadedModel, OnText, choose_device, load_model
 from engine.protocol import EngineInfo, GenerateRequest, KVGroupSpec, SamplingParams
 from engine.runner.kv_cache import KVCache, count_blocks, default_budget_bytes
 from engine.runner.runner import TorchRunner
@@ -23,18 +23,21 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
 def build_engine(
-    config: EngineConfig, on_progress: Callable[[float, str], None]
+    config: EngineConfig,
+    on_progress: Callable[[float, str], None],
+    on_text: OnText = lambda codec, vocab_size, eos_ids: None,
 ) -> tuple[EngineInfo, TorchRunner, tuple[int, ...], dict[str, bytes]]:
     """Return the engine's description, its runner, the blocks of each KV group (null block included) and text assets.
 
-    Raises ConfigError and ModelError with one line for the user; whatever `on_progress` raises passes through.
+    `on_text` is called before the weights are read. Raises ConfigError and ModelError with one line for the user;
+    whatever `on_progress` raises passes through.
     """
     if config.block_size not in BLOCK_SIZES:
         raise ConfigError(f"block_size {config.block_size} is not one of {', '.join(map(str, BLOCK_SIZES))}")
     threads = _set_threads(config)
     _choose_gpu(config)
     count = partial(_count_blocks, config)
-    loaded = load_model(config, on_progress, check_room=count)
+    loaded = load_model(config, on_progress, check_room=count, on_text=on_text)
     num_blocks = count(loaded.kv_groups, loaded.dtype, loaded.max_model_len)
     is_fused = isinstance(loaded.backend, FusedAttention)
     on_cuda = loaded.device.type == "cuda"

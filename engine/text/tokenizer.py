@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
@@ -43,6 +44,7 @@ class TextCodec:
             raise ModelError(f"The tokenizer has a token of id {known - 1}, which is no vocabulary's.")
         self.vocab_size = max(known, vocab_size or 0)
         self._special = vocabulary.special
+        self._special_texts = vocabulary.special_texts
         self._strips_first_space = vocabulary.strips_first_space
         shown = [b""] * self.vocab_size
         for token_id, piece in vocabulary.pieces.items():
@@ -64,7 +66,7 @@ class TextCodec:
         model wants one; it does not look whether the text starts with it. Raises RequestError naming `param` for text
         that is not Unicode (a lone surrogate).
         """
-        tokenizer = self._tokenizer if parse_special else self._literal()
+        tokenizer = self._tokenizer if parse_special or not self._may_hold_special(text) else self._literal()
         try:
             # A batch of one: the library's plain `encode` keeps the interpreter's lock, and with it every other thread,
             # for as long as it takes.
@@ -114,6 +116,9 @@ class TextCodec:
     def byte_table(self, *, show_special: bool = False) -> Sequence[bytes]:
         """Every token's bytes by id, for callers that decode token by token."""
         return self._shown if show_special else self._plain
+
+    def _may_hold_special(self, text: str) -> bool:
+        return self._special_texts is None or self._special_texts.search(text) is not None
 
     def _literal(self) -> Tokenizer:
         """A second tokenizer that reads special tokens as letters: the switch is state of the object, not of a call."""
@@ -167,10 +172,12 @@ def _check_character_maps(source: bytes) -> None:
 
 
 class _Vocabulary(msgspec.Struct, frozen=True):
-    """`pieces` are the bytes of each known id; `special` are the ids that are not text."""
+    """`pieces` are the bytes of each known id; `special` are the ids that are not text. A text in which `special_texts`
+    finds nothing has none of them; None when that cannot be told from the text as it is written."""
 
     pieces: dict[int, bytes]
     special: frozenset[int]
+    special_texts: re.Pattern[str] | None
     strips_first_space: bool
 
 
@@ -182,8 +189,16 @@ def _vocabulary(document: _Json) -> _Vocabulary:
     pieces = {token_id: to_bytes(piece) for piece, token_id in _model_pieces(model)}
     # Added tokens are matched in the raw text and stand for it as they are.
     pieces.update({cast(int, token["id"]): cast(str, token["content"]).encode() for token in added})
-    special = frozenset(cast(int, token["id"]) for token in added if token.get("special"))
-    return _Vocabulary(pieces, special, any(map(_strips_first_space, decoders)))
+    special = [token for token in added if token.get("special")]
+    ids = frozenset(cast(int, token["id"]) for token in special)
+    return _Vocabulary(pieces, ids, _texts_of(special), any(map(_strips_first_space, decoders)))
+
+
+def _texts_of(special: Sequence[_Json]) -> re.Pattern[str] | None:
+    """Return what finds any of these tokens. A normalised one is looked for in a text that was changed before."""
+    if any(token.get("normalized") for token in special):
+        return None
+    return re.compile("|".join(re.escape(cast(str, token["content"])) for token in special) or r"(?!)")
 
 
 def _model_pieces(model: _Json) -> Iterator[tuple[str, int]]:

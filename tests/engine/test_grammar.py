@@ -11,9 +11,10 @@ import pytest
 from engine.errors import ConfigError, PressureError, RequestError
 from engine.grammar import pool as pool_module
 from engine.grammar import registry
-from engine.grammar.base import CompiledGrammar, GrammarError, Matcher, Vocabulary, mask_bytes
+from engine.grammar.base import Backend, CompiledGrammar, GrammarError, Matcher, Vocabulary, mask_bytes
 from engine.grammar.llguidance_backend import LLGuidanceBackend
 from engine.grammar.pool import GrammarPool
+from engine.grammar.regex_size import added_by_repetitions
 from engine.grammar.registry import open_backend
 from engine.protocol import Grammar
 from tests.support.tiny_grammars import EOS_ID, VOCAB_SIZE, allowed, grammar_pool, ids_of, vocabulary
@@ -247,3 +248,65 @@ def test_a_model_without_an_end_token_has_no_grammars() -> None:
     words = vocabulary()
     with pytest.raises(RequestError, match="end token"):
         open_backend(registry.DEFAULT, Vocabulary(words.tokens, (), (), words.encode))
+
+
+def test_a_pool_that_was_warmed_up_opens_its_back_end_no_more() -> None:
+    opened = []
+
+    def vocabulary_once() -> Vocabulary:
+        opened.append(1)
+        return vocabulary()
+
+    pool = GrammarPool(vocabulary_once)
+    try:
+        pool.warm_up().result(DONE_S)
+        assert opened == [1]
+        pool.warm_up().result(DONE_S)
+        pool.submit(Grammar("regex", "a")).result(DONE_S)
+        assert opened == [1]
+    finally:
+        pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.warm_up()
+
+
+class _Panic(BaseException):
+    """As the libraries raise where their own code has a fault: no Exception."""
+
+
+def _panicking(vocabulary: Vocabulary) -> Backend:
+    raise _Panic("index out of bounds")
+
+
+def test_what_fails_while_warming_up_is_told_to_who_asks_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.BACKENDS, "panicking", _panicking)
+    pool = GrammarPool(vocabulary, backend="panicking")
+    try:
+        pool.warm_up().result(DONE_S)
+        error = pool.submit(Grammar("regex", "a")).exception(DONE_S)
+        assert isinstance(error, RequestError)
+        assert "index out of bounds" in str(error)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "added"),
+    [
+        ("", 0),
+        ("abc|defgh", 0),
+        (r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", 36 - 5),
+        ("a{3}{4}", 11),
+        ("(ab|c{5}|){2,9}d*", 11 - 3),
+        ("a{0,100000}", 0),
+        ("a{2,}", 1),
+        (r"\p{Lu}{7}\x{41}\{9", 6),
+        ("[^]{5}]{6}", 5),
+        ("a{b}{,3}", 0),
+        (")(((x{4}", 3),
+        ("{2}" * 1000, 0),
+        ("a{" + "9" * 5000 + "}{9999}", 10**9 - 1),
+    ],
+)
+def test_the_characters_that_repetitions_add_to_an_expression(pattern: str, added: int) -> None:
+    assert added_by_repetitions(pattern) == added

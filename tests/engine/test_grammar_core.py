@@ -17,7 +17,6 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import RequestError, UnsupportedError
 from engine.grammar import registry
-from engine.grammar.assets import pool_for
 from engine.grammar.base import Backend, CompiledGrammar, GrammarError, Matcher, Vocabulary
 from engine.grammar.pool import GrammarPool
 from engine.protocol import GenerateRequest, Grammar, SamplingParams, TokenOutput
@@ -87,10 +86,11 @@ def running(model: Path, *, blocks: int = 400, pool: GrammarPool | None = None, 
         **fields,  # type: ignore[arg-type]
     )
     info, runner, num_blocks, assets = build_engine(config, lambda fraction, phase: None)
-    grammars = pool or pool_for(info, assets)
+    codec = TextCodec.from_assets(info.text, assets, vocab_size=info.vocab_size)
+    grammars = pool or GrammarPool.of(codec, info.vocab_size, info.eos_ids)
     try:
         core = EngineCore(info, config, runner, num_blocks, grammars=grammars)
-        yield World(core, TextCodec.from_assets(info.text, assets, vocab_size=info.vocab_size))
+        yield World(core, codec)
     finally:
         grammars.close()
         runner.close()

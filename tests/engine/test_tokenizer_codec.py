@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from time import sleep
@@ -99,6 +100,24 @@ def test_added_tokens_stand_for_themselves_whatever_the_alphabet() -> None:
     built = TextCodec(json.dumps(document).encode())
     assert built.token_bytes(49152) == content.encode()
     assert built.encode(f"a{content}b", parse_special=False)[1:-1] == [49152]
+
+
+def special_as_letters(document: Mapping[str, object], text: str) -> list[int]:
+    """The library's own switch, in a tokenizer of its own."""
+    twin = Tokenizer.from_buffer(json.dumps(document).encode())
+    twin.encode_special_tokens = True
+    return list(twin.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_special_tokens_are_letters_where_they_are_not_parsed(normalized: bool) -> None:
+    document = json.loads(sentencepiece(with_bytes=True, strip=False).to_str())
+    document["normalizer"] = {"type": "Lowercase"}
+    for token in document["added_tokens"]:
+        token["normalized"] = normalized
+    built = TextCodec(json.dumps(document).encode())
+    for text in ("a b", "a</s>b", "<S>", "<s", ""):
+        assert built.encode(text, parse_special=False) == special_as_letters(document, text), text
 
 
 def test_padding_ids_of_the_model_are_no_text_and_foreign_ids_are_refused() -> None:
