@@ -97,10 +97,13 @@ class Dispatcher:
         self.remove_target(target_id)
         self.add_target(target_id, state)
 
-    def set_state(self, target_id: str, state: TargetState) -> None:
-        """Unknown ids are ignored."""
-        if member := self._members.get(target_id):
-            member.state = state
+    def set_state(self, target_id: str, state: TargetState) -> bool:
+        """Return whether that is news. Unknown ids are ignored."""
+        member = self._members.get(target_id)
+        if member is None or member.state == state:
+            return False
+        member.state = state
+        return True
 
     def report_load(self, target_id: str, load: EngineLoad) -> None:
         """Take a report of the target's engine. Those of unknown targets are late: ignored."""

@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 
 from engine.errors import DeadlineError, LoadingError, PressureError
 from engine.protocol import EngineLoad, GenerateRequest, Lease, Outcome, TokenOutput
-from kvstore.keys import KeyChain
 from router.admission import Admission, AdmissionLimits, Ticket
 from router.decision import DecisionLog
 from router.dispatcher import Dispatcher
+from router.key_memo import KeyMemo
 from router.member import DispatchLease
 from router.readiness import PATIENCE_S, WatchedTarget, refuse_while_loading, wait_for_any
 from router.values import Query, TargetState
@@ -64,6 +64,7 @@ class RoutedPool:
         self.block_size = block_size
         self.admission = Admission(dispatcher.backlog, dispatcher.clock, admission_limits)
         self.decisions = DecisionLog(num_decisions)
+        self._keys = KeyMemo()
         self._patience_s = patience_s
         self._targets: dict[str, WatchedTarget] = {}
         self._changed = asyncio.Event()
@@ -92,8 +93,9 @@ class RoutedPool:
         self._note_change()
 
     def set_state(self, target_id: str, state: TargetState) -> None:
-        self.dispatcher.set_state(target_id, state)
-        self._note_change()
+        """Whoever keeps the list says this again and again: only what is new wakes those that wait."""
+        if self.dispatcher.set_state(target_id, state):
+            self._note_change()
 
     def renew(self, target_id: str) -> None:
         """The target's process was replaced by another: its cache, its load and its faults are gone."""
@@ -175,15 +177,13 @@ class RoutedPool:
             raise self.admission.refusal() from None
 
     def _query(self, request: GenerateRequest) -> Query:
-        keys: Sequence[bytes] = ()
-        if self.block_size is not None:
-            tokens = [*request.prompt_ids, *request.resume_ids] if request.resume_ids else request.prompt_ids
-            keys = KeyChain(request.cache_scope, self.block_size).extend(tokens)
+        size = self.block_size
+        keys: Sequence[bytes] = () if size is None else self._keys.keys(request, size)
         return Query(
             request_id=request.request_id,
             prompt_tokens=len(request.prompt_ids) + len(request.resume_ids),
             keys=keys,
-            block_size=self.block_size or 64,
+            block_size=size or 64,
             output_tokens=request.sampling.max_tokens,
             session_id=request.session_id,
         )
