@@ -67,6 +67,7 @@ class Dispatcher:
         self._members: dict[str, Member] = {}
         self._rates = PoolRates()
         self._last_lease_id = 0
+        self._untold_trips: Counter[str] = Counter()
         self._peer_claims: dict[ClaimKey, TargetBooks] = {}
 
     # Targets
@@ -236,6 +237,15 @@ class Dispatcher:
         self.outcomes[outcome] += 1
         if self.observer is not None:
             self.observer.released(lease.lease_id)
+
+    def note_trip(self, target_id: str) -> None:
+        """Called by a lease whose end has opened its target's breaker."""
+        self._untold_trips[target_id] += 1
+
+    def take_trips(self) -> Counter[str]:
+        """Return how often each target's breaker has opened since the last call; targets may be gone."""
+        trips, self._untold_trips = self._untold_trips, Counter()
+        return trips
 
     # What peers dispatched (`RemoteDispatches`)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 
 from engine.errors import DeadlineError, LoadingError, PressureError
@@ -23,6 +23,9 @@ from router.values import Query, TargetState
 
 REMEMBERED_RETURNS = 10_000
 """Requests whose attempt failed and which are expected to ask for another target."""
+
+UNTAKEN_TIMES = 16_384
+"""Of decisions that nobody asked for. Older ones are forgotten."""
 
 
 class RoutedLease:
@@ -65,6 +68,7 @@ class RoutedPool:
         self.admission = Admission(dispatcher.backlog, dispatcher.clock, admission_limits)
         self.decisions = DecisionLog(num_decisions)
         self._keys = KeyMemo()
+        self._decision_times_s: deque[float] = deque(maxlen=UNTAKEN_TIMES)
         self._patience_s = patience_s
         self._targets: dict[str, WatchedTarget] = {}
         self._changed = asyncio.Event()
@@ -112,26 +116,40 @@ class RoutedPool:
 
         A request whose attempt failed does not queue again: it has been admitted, and its client may be reading.
         """
+        begun_s = time.perf_counter()
         query = self._query(request)
+        query_s = time.perf_counter() - begun_s
         if request.request_id in self._expected_again:
             del self._expected_again[request.request_id]
-            return await self._lease(query, request, exclude)
+            return await self._lease(query, request, exclude, query_s)
         ticket = await self._admit(query, request)
         try:
-            return await self._lease(query, request, exclude)
+            return await self._lease(query, request, exclude, query_s)
         finally:
             self.admission.settle(ticket)
             self.admission.pump()
 
-    async def _lease(self, query: Query, request: GenerateRequest, exclude: Collection[str]) -> Lease:
+    def take_decision_times(self) -> list[float]:
+        """Return how long each decision since the last call took, in seconds: hashing the prompt, looking it up and
+        choosing; not what was waited for."""
+        times_s = list(self._decision_times_s)
+        self._decision_times_s.clear()
+        return times_s
+
+    async def _lease(
+        self, query: Query, request: GenerateRequest, exclude: Collection[str], query_s: float
+    ) -> RoutedLease:
+        """`query_s` is what making the query took."""
         while True:
             changed = self._changed  # taken before the look at the targets, so that no change is missed
             allowed = [target for name, target in self._targets.items() if name not in exclude]
             if not allowed and self._targets:
                 raise PressureError("No engine has room.")
             unreachable = {target.target_id for target in allowed if not target.engine.is_ready}
+            begun_s = time.perf_counter()
             lease = self.dispatcher.choose(query, exclude, unreachable)
             if lease is not None:
+                self._decision_times_s.append(query_s + time.perf_counter() - begun_s)
                 self._served_once = True
                 self.decisions.add(lease.decision)
                 return RoutedLease(self, self._targets[lease.target_id], lease)
