@@ -27,7 +27,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Why a request went where it went. `options` are the cheapest of `num_candidates`, the chosen one among them.
 
     `passed_over` tells for each other target why it was no candidate. `fail_open` is when all breakers were open and
-    were therefore ignored. `at_s` is in the dispatcher's clock.
+    were therefore ignored. `at_s` is in the dispatcher's clock, `block_size` in tokens.
     """
 
     request_id: str
@@ -38,6 +38,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     predicted_tokens: int
     num_candidates: int
     options: tuple[Option, ...]
+    block_size: int = 64
     passed_over: dict[str, str] = {}
     fail_open: bool = False
 

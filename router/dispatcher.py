@@ -159,6 +159,7 @@ class Dispatcher:
             predicted_tokens=hit.tokens,
             num_candidates=len(candidates),
             options=options_of(candidates, scores, chosen),
+            block_size=query.block_size,
             passed_over=passed_over,
             fail_open=fail_open,
         )

@@ -10,6 +10,7 @@ from typing import Protocol
 from engine.errors import HeadraceError, LoadingError, RequestError
 from engine.protocol import EngineLoad
 from kvstore.keys import PUBLIC_SCOPE, tenant_scope
+from router.decision import Decision
 from router.fleet import total_load
 from server.access.record import Caller, RequestRecord
 from server.config import ServeConfig
@@ -93,6 +94,10 @@ class Service:
         if not models:
             raise LoadingError("No model is there yet.", progress=0.0)
         return await total_load([model.engine for model in models])
+
+    def decisions(self, request_id: str) -> Sequence[Decision]:
+        """Return where this process has sent a request so far, and why."""
+        return [decision for model in self.models.served() for decision in model.decisions(request_id)]
 
     def cache_scope(self, tenant: str | None, salt: str | None) -> bytes:
         """Requests share cached blocks only with requests of the same scope. `tenant` None: no keys are asked for."""

@@ -73,7 +73,14 @@ class ModelPool:
             lambda: self.pool.in_flight,
             lambda: {one.target_id: one.drift for one in dispatcher.status() if one.drift is not None},
         )
-        self.model = ServedModel(self.supervisor, self.readiness, name=name, admin=admin, collector=targets)
+        self.model = ServedModel(
+            self.supervisor,
+            self.readiness,
+            name=name,
+            admin=admin,
+            collector=targets,
+            decisions=self.pool.decisions.find,
+        )
         self._stalls = StallWatch(self.engines, config.stall_timeout_s)
         self._watch: asyncio.Task[None] | None = None
 
