@@ -25,8 +25,8 @@ RETRY_DESCRIBE_S = 0.2
 
 class ServedModel:
     """`start` on the loop that uses it, `close` at the end. `name` is None until the engine has told it, unless it was
-    known beforehand. `admin` None: its engines take no orders. `collector` has metrics of its engines. `decisions`
-    returns where a request was sent so far, and why."""
+    known beforehand. `admin` None: its engines take no orders. `collector` has metrics of its engines. `follow`
+    returns what becomes a list of where a request is sent, and why."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class ServedModel:
         name: str | None = None,
         admin: Admin | None = None,
         collector: Collector | None = None,
-        decisions: Callable[[str], Sequence[Decision]] = lambda request_id: (),
+        follow: Callable[[str], Sequence[Decision]] = lambda request_id: (),
     ) -> None:
         self.engine = engine
         self.admin = admin
         self.collector = collector
-        self.decisions = decisions
+        self.follow = follow
         self.opened = asyncio.Event()
         """Set once the model's text is there, and not reset."""
         self._name = name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.errors import HeadraceError, LoadingError, RequestError
@@ -95,9 +95,10 @@ class Service:
             raise LoadingError("No model is there yet.", progress=0.0)
         return await total_load([model.engine for model in models])
 
-    def decisions(self, request_id: str) -> Sequence[Decision]:
-        """Return where this process has sent a request so far, and why."""
-        return [decision for model in self.models.served() for decision in model.decisions(request_id)]
+    def follow(self, request_id: str) -> Callable[[], list[Decision]]:
+        """Return what tells where a request has been sent since now, and why."""
+        trails = [model.follow(request_id) for model in self.models.served()]
+        return lambda: [decision for trail in trails for decision in trail]
 
     def cache_scope(self, tenant: str | None, salt: str | None) -> bytes:
         """Requests share cached blocks only with requests of the same scope. `tenant` None: no keys are asked for."""

@@ -79,7 +79,7 @@ class ModelPool:
             name=name,
             admin=admin,
             collector=targets,
-            decisions=self.pool.decisions.find,
+            follow=self.pool.decisions.follow,
         )
         self._stalls = StallWatch(self.engines, config.stall_timeout_s)
         self._watch: asyncio.Task[None] | None = None

@@ -93,8 +93,8 @@ class GenerateEndpoint:
             record.answer_id, record.model, record.stream = envelope.id, envelope.model, prepared.stream
             note_ignored(self.service, prepared.ignored, channel)
             if record.debug:
-                first = prepared.runs[0].request.request_id
-                channel.add_late_header(DEBUG_HEADER, lambda: described(self.service.decisions(first)))
+                decisions = self.service.follow(prepared.runs[0].request.request_id)
+                channel.add_late_header(DEBUG_HEADER, lambda: described(decisions()))
             try:
                 await (self._stream if prepared.stream else self._whole)(prepared, channel, clock)
             finally:
