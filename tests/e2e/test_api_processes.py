@@ -33,7 +33,7 @@ async def client_of_each(server: HeadraceServer) -> AsyncIterator[list[httpx.Asy
             for other in others:
                 other.send_signal(signal.SIGCONT)
         for client in clients:
-            await until(lambda client=client: is_ready(client), "every process is ready")  # type: ignore[misc]
+            await until(lambda client=client: is_ready(client), "every process is ready", limit_s=120)  # type: ignore[misc]
         yield clients
 
 
@@ -76,7 +76,7 @@ async def test_every_process_tells_why_and_what(tiny_model: Path, tmp_path: Path
                     async def is_known(client: httpx.AsyncClient = client, request_id: str = request_id) -> bool:
                         return bool(await explained(client, request_id))
 
-                    await until(is_known, "every process tells it")
+                    await until(is_known, "every process tells it", limit_s=120)
                     decisions = await explained(client, request_id)
                     assert len(decisions) == 2, "one for each choice"
                     assert told["target"] in {one["target_id"] for one in decisions}
@@ -93,7 +93,7 @@ async def check_metrics(clients: list[httpx.AsyncClient], replicas: int) -> None
             drift = of_targets(seen, "headrace_target_drift")
             return list(decided.values()) == [4] and list(drift.values()) == [0] * replicas
 
-        await until(is_told, "what both processes have done is told, and nothing is under way")
+        await until(is_told, "what both have done is told, and nothing is under way", limit_s=120)
         seen = await metrics(client)
         assert list(of_targets(seen, "headrace_target_breaker_state").values()) == [0] * replicas
         assert len(of_targets(seen, "headrace_router_index_bytes")) == 1
@@ -107,7 +107,7 @@ async def check_metrics(clients: list[httpx.AsyncClient], replicas: int) -> None
             lags = of_targets(seen, "headrace_target_event_lag_seconds")
             return sum(blocks.values()) > 0 and len(lags) == replicas
 
-        await until(is_indexed, "what the engines cache is known")
+        await until(is_indexed, "what the engines cache is known", limit_s=120)
         events = of_targets(await metrics(client), "headrace_target_index_events_total")
         dumps = [value for labels, value in events.items() if 'kind="dumps"' in labels]
         assert len(dumps) == replicas
