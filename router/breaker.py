@@ -57,14 +57,17 @@ class Breaker:
         self._is_probing = False
         self._close()
 
-    def end(self, outcome: Outcome, now_s: float, *, is_probe: bool) -> None:
-        """Note how a request ended. Requests that were under way when it opened prove nothing more by failing."""
+    def end(self, outcome: Outcome, now_s: float, *, is_probe: bool) -> bool:
+        """Note how a request ended; return whether that opened it. Requests that were under way when it opened prove
+        nothing more by failing."""
+        trips = self.trips
         if is_probe:
             self._is_probing = False
         if outcome == "fault":
             self._note_fault(now_s, is_probe)
         elif outcome == "ok" and is_probe:
             self._close()
+        return self.trips > trips
 
     def _note_fault(self, now_s: float, is_probe: bool) -> None:
         if self._open_until is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from heapq import nsmallest
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -27,7 +28,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Why a request went where it went. `options` are the cheapest of `num_candidates`, the chosen one among them.
 
     `passed_over` tells for each other target why it was no candidate. `fail_open` is when all breakers were open and
-    were therefore ignored. `at_s` is in the dispatcher's clock.
+    were therefore ignored. `at_s` is in the dispatcher's clock, `block_size` in tokens.
     """
 
     request_id: str
@@ -38,8 +39,13 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     predicted_tokens: int
     num_candidates: int
     options: tuple[Option, ...]
+    block_size: int = 64
     passed_over: dict[str, str] = {}
     fail_open: bool = False
+
+
+class Trail(list[Decision]):
+    """The decisions about one request from some moment on, the oldest first."""
 
 
 class DecisionLog:
@@ -49,6 +55,7 @@ class DecisionLog:
         self._capacity = capacity
         self._decisions: OrderedDict[int, Decision] = OrderedDict()
         self._by_request: dict[str, list[int]] = {}
+        self._trails: WeakValueDictionary[str, Trail] = WeakValueDictionary()
         self._count = 0
 
     def __len__(self) -> int:
@@ -57,7 +64,14 @@ class DecisionLog:
     def __iter__(self) -> Iterator[Decision]:
         return iter(self._decisions.values())
 
+    def follow(self, request_id: str) -> Trail:
+        """Return what will be decided about a request. It grows for as long as somebody holds it, however many others
+        are decided meanwhile."""
+        return self._trails.setdefault(request_id, Trail())
+
     def add(self, decision: Decision) -> None:
+        if (trail := self._trails.get(decision.request_id)) is not None:
+            trail.append(decision)
         self._decisions[self._count] = decision
         self._by_request.setdefault(decision.request_id, []).append(self._count)
         self._count += 1

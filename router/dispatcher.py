@@ -67,6 +67,7 @@ class Dispatcher:
         self._members: dict[str, Member] = {}
         self._rates = PoolRates()
         self._last_lease_id = 0
+        self._untold_trips: Counter[str] = Counter()
         self._peer_claims: dict[ClaimKey, TargetBooks] = {}
 
     # Targets
@@ -97,10 +98,13 @@ class Dispatcher:
         self.remove_target(target_id)
         self.add_target(target_id, state)
 
-    def set_state(self, target_id: str, state: TargetState) -> None:
-        """Unknown ids are ignored."""
-        if member := self._members.get(target_id):
-            member.state = state
+    def set_state(self, target_id: str, state: TargetState) -> bool:
+        """Return whether that is news. Unknown ids are ignored."""
+        member = self._members.get(target_id)
+        if member is None or member.state == state:
+            return False
+        member.state = state
+        return True
 
     def report_load(self, target_id: str, load: EngineLoad) -> None:
         """Take a report of the target's engine. Those of unknown targets are late: ignored."""
@@ -155,6 +159,7 @@ class Dispatcher:
             predicted_tokens=hit.tokens,
             num_candidates=len(candidates),
             options=options_of(candidates, scores, chosen),
+            block_size=query.block_size,
             passed_over=passed_over,
             fail_open=fail_open,
         )
@@ -233,6 +238,15 @@ class Dispatcher:
         self.outcomes[outcome] += 1
         if self.observer is not None:
             self.observer.released(lease.lease_id)
+
+    def note_trip(self, target_id: str) -> None:
+        """Called by a lease whose end has opened its target's breaker."""
+        self._untold_trips[target_id] += 1
+
+    def take_trips(self) -> Counter[str]:
+        """Return how often each target's breaker has opened since the last call; targets may be gone."""
+        trips, self._untold_trips = self._untold_trips, Counter()
+        return trips
 
     # What peers dispatched (`RemoteDispatches`)
 

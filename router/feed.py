@@ -91,6 +91,8 @@ class IndexFeed:
         self._subscribers: dict[str, EventSubscriber] = {}
         self._lags_s: dict[str, float] = {}
         self._closed: Counter[str] = Counter()
+        self._untold: Counter[tuple[str, str]] = Counter()
+        self._told: dict[str, dict[str, int]] = {}
 
     @property
     def index(self) -> PrefixIndex:
@@ -108,6 +110,20 @@ class IndexFeed:
         for subscriber in self._subscribers.values():
             total.update(subscriber.counters)
         return dict(total)
+
+    def take_counts(self) -> Counter[tuple[str, str]]:
+        """Return what has been counted since the last call, by target and kind (as in `counters`)."""
+        for target_id, subscriber in self._subscribers.items():
+            self._gather(target_id, subscriber)
+        counts, self._untold = self._untold, Counter()
+        return counts
+
+    def _gather(self, target_id: str, subscriber: EventSubscriber) -> None:
+        told = self._told.get(target_id, {})
+        self._told[target_id] = counted = subscriber.counters
+        for kind, count in counted.items():
+            if more := count - told.get(kind, 0):
+                self._untold[target_id, kind] += more
 
     def open_target(
         self,
@@ -141,6 +157,9 @@ class IndexFeed:
         self._lags_s.pop(target_id, None)
         self._index.drop_target(target_id)
         if subscriber is not None:
+            # Before anything is waited for: the target may be followed anew meanwhile.
+            self._gather(target_id, subscriber)
+            del self._told[target_id]
             await subscriber.close()
             self._closed.update(subscriber.counters)
 

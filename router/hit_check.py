@@ -14,6 +14,8 @@ from router.values import Hit
 WINDOW_REQUESTS = 100
 MAX_MISSES = 5
 TOLERANCE_BLOCKS = 2
+UNTAKEN_ERRORS = 16_384
+"""Of requests that nobody asked for. Older ones are forgotten."""
 
 
 class HitCheck:
@@ -34,6 +36,7 @@ class HitCheck:
             "underestimated_tokens": 0,
         }
         self._on_suspicion = on_suspicion
+        self._errors_blocks: deque[int] = deque(maxlen=UNTAKEN_ERRORS)
         self._misses: dict[str, deque[bool]] = {}
 
     def observe(self, target_id: str, predicted: Hit, cached: CachedTokens, block_size: int) -> None:
@@ -47,6 +50,7 @@ class HitCheck:
         counters["cached_tokens"] += cached.total
         counters["overestimated_tokens"] += max(0, error)
         counters["underestimated_tokens"] += max(0, cached.total - predicted.tokens)
+        self._errors_blocks.append(_error_blocks(max(error, 0) or min(0, predicted.tokens - cached.total), block_size))
         window = self._misses.setdefault(target_id, deque(maxlen=WINDOW_REQUESTS))
         window.append(is_miss)
         if is_miss and sum(window) >= MAX_MISSES:
@@ -54,6 +58,19 @@ class HitCheck:
             counters["suspicions"] += 1
             self._on_suspicion(target_id)
 
+    def take_errors(self) -> list[int]:
+        """Return by how many blocks each prediction since the last call was wrong: above zero where less was found than
+        was predicted. What was only speculated on may be there or not."""
+        errors = list(self._errors_blocks)
+        self._errors_blocks.clear()
+        return errors
+
     def forget(self, target_id: str) -> None:
         """The target is gone, or another process has taken its place."""
         self._misses.pop(target_id, None)
+
+
+def _error_blocks(error_tokens: int, block_size: int) -> int:
+    """A part of a block is none: the last token of a prompt is computed even where its block is there."""
+    blocks = abs(error_tokens) // block_size
+    return blocks if error_tokens > 0 else -blocks

@@ -63,6 +63,8 @@ class LeaseOwner(Protocol):
 
     def note_release(self, lease: DispatchLease, outcome: Outcome) -> None: ...
 
+    def note_trip(self, target_id: str) -> None: ...
+
 
 class DispatchLease:
     """One request's claim on one target: released once, however often it is asked to be.
@@ -104,5 +106,6 @@ class DispatchLease:
         if owner is None:
             return
         self._member.books.end((OWN, self.lease_id))
-        self._member.breaker.end(outcome, owner.clock(), is_probe=self._is_probe)
+        if self._member.breaker.end(outcome, owner.clock(), is_probe=self._is_probe):
+            owner.note_trip(self.target_id)
         owner.note_release(self, outcome)

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 
 from engine.errors import DeadlineError, LoadingError, PressureError
 from engine.protocol import EngineLoad, GenerateRequest, Lease, Outcome, TokenOutput
-from kvstore.keys import KeyChain
 from router.admission import Admission, AdmissionLimits, Ticket
 from router.decision import DecisionLog
 from router.dispatcher import Dispatcher
+from router.key_memo import KeyMemo
 from router.member import DispatchLease
 from router.readiness import PATIENCE_S, WatchedTarget, refuse_while_loading, wait_for_any
 from router.values import Query, TargetState
 
 REMEMBERED_RETURNS = 10_000
 """Requests whose attempt failed and which are expected to ask for another target."""
+
+UNTAKEN_TIMES = 16_384
+"""Of decisions that nobody asked for. Older ones are forgotten."""
 
 
 class RoutedLease:
@@ -64,6 +67,8 @@ class RoutedPool:
         self.block_size = block_size
         self.admission = Admission(dispatcher.backlog, dispatcher.clock, admission_limits)
         self.decisions = DecisionLog(num_decisions)
+        self._keys = KeyMemo()
+        self._decision_times_s: deque[float] = deque(maxlen=UNTAKEN_TIMES)
         self._patience_s = patience_s
         self._targets: dict[str, WatchedTarget] = {}
         self._changed = asyncio.Event()
@@ -92,8 +97,9 @@ class RoutedPool:
         self._note_change()
 
     def set_state(self, target_id: str, state: TargetState) -> None:
-        self.dispatcher.set_state(target_id, state)
-        self._note_change()
+        """Whoever keeps the list says this again and again: only what is new wakes those that wait."""
+        if self.dispatcher.set_state(target_id, state):
+            self._note_change()
 
     def renew(self, target_id: str) -> None:
         """The target's process was replaced by another: its cache, its load and its faults are gone."""
@@ -110,26 +116,40 @@ class RoutedPool:
 
         A request whose attempt failed does not queue again: it has been admitted, and its client may be reading.
         """
+        begun_s = time.perf_counter()
         query = self._query(request)
+        query_s = time.perf_counter() - begun_s
         if request.request_id in self._expected_again:
             del self._expected_again[request.request_id]
-            return await self._lease(query, request, exclude)
+            return await self._lease(query, request, exclude, query_s)
         ticket = await self._admit(query, request)
         try:
-            return await self._lease(query, request, exclude)
+            return await self._lease(query, request, exclude, query_s)
         finally:
             self.admission.settle(ticket)
             self.admission.pump()
 
-    async def _lease(self, query: Query, request: GenerateRequest, exclude: Collection[str]) -> Lease:
+    def take_decision_times(self) -> list[float]:
+        """Return how long each decision since the last call took, in seconds: hashing the prompt, looking it up and
+        choosing; not what was waited for."""
+        times_s = list(self._decision_times_s)
+        self._decision_times_s.clear()
+        return times_s
+
+    async def _lease(
+        self, query: Query, request: GenerateRequest, exclude: Collection[str], query_s: float
+    ) -> RoutedLease:
+        """`query_s` is what making the query took."""
         while True:
             changed = self._changed  # taken before the look at the targets, so that no change is missed
             allowed = [target for name, target in self._targets.items() if name not in exclude]
             if not allowed and self._targets:
                 raise PressureError("No engine has room.")
             unreachable = {target.target_id for target in allowed if not target.engine.is_ready}
+            begun_s = time.perf_counter()
             lease = self.dispatcher.choose(query, exclude, unreachable)
             if lease is not None:
+                self._decision_times_s.append(query_s + time.perf_counter() - begun_s)
                 self._served_once = True
                 self.decisions.add(lease.decision)
                 return RoutedLease(self, self._targets[lease.target_id], lease)
@@ -175,15 +195,13 @@ class RoutedPool:
             raise self.admission.refusal() from None
 
     def _query(self, request: GenerateRequest) -> Query:
-        keys: Sequence[bytes] = ()
-        if self.block_size is not None:
-            tokens = [*request.prompt_ids, *request.resume_ids] if request.resume_ids else request.prompt_ids
-            keys = KeyChain(request.cache_scope, self.block_size).extend(tokens)
+        size = self.block_size
+        keys: Sequence[bytes] = () if size is None else self._keys.keys(request, size)
         return Query(
             request_id=request.request_id,
             prompt_tokens=len(request.prompt_ids) + len(request.resume_ids),
             keys=keys,
-            block_size=self.block_size or 64,
+            block_size=size or 64,
             output_tokens=request.sampling.max_tokens,
             session_id=request.session_id,
         )

@@ -76,7 +76,9 @@ def build_app(models: Models, *, config: ServeConfig, credentials: Credentials |
     for error in (HeadraceError, HTTPException, Exception):
         app.add_exception_handler(error, _answer_error)
     limit = config.share(config.max_concurrent_requests)
-    app.add_middleware(Guard, keys=keys, open_metrics=config.open_metrics, limit=limit)
+    app.add_middleware(
+        Guard, keys=keys, open_metrics=config.open_metrics, limit=limit, debug_for_all=config.debug_header
+    )
     app.add_middleware(EdgeMiddleware, metrics=service.metrics, access_log=access_log)
     describe_bodies(app)
     return app

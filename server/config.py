@@ -29,7 +29,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`keep_alive_s` is the idle time of HTTP connections, `sse_keep_alive_s` the pause after which a stream sends a
     comment. `drain_timeout_s` bounds how long running streams may go on after SIGTERM. `request_timeout_s` None means
     no limit beyond the client's patience. `max_concurrent_requests` are of the whole server: each API process has its
-    share. `max_prompts` are those of one body, times `n`. `replicas` are engines on this machine behind one router.
+    share. `max_prompts` are those of one body, times `n`. `debug_header` tells every client that asks where its request
+    went. `replicas` are engines on this machine behind one router.
     Keys and secrets themselves are not in here (server/access/credentials.py).
     """
 
@@ -51,6 +52,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     admin_key_file: str | None = None
     scope_secret_file: str | None = None
     open_metrics: bool = True
+    debug_header: bool = False
     log_level: str = "info"
     log_format: LogFormat = "text"
     access_log: str | None = None

@@ -244,6 +244,12 @@ SETTINGS: tuple[Setting, ...] = (
         help="Let /metrics and /load be read without a key.",
     ),
     Setting(
+        name="debug-header",
+        field="debug_header",
+        section=ACCESS,
+        help="Tell every client that sends `X-Headrace-Debug: 1` which engine its request went to, and why.",
+    ),
+    Setting(
         name="log-level",
         field="log_level",
         section=LOGS,

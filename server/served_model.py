@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 
 from prometheus_client.registry import Collector
 
 from engine.errors import EngineError, HeadraceError, LoadingError, PressureError
 from engine.protocol import Admin, Engine
+from router.decision import Decision
 from server.health import Readiness, ServiceState
 from server.text_service import TextService
 from server.traffic import draining_error
@@ -23,7 +25,8 @@ RETRY_DESCRIBE_S = 0.2
 
 class ServedModel:
     """`start` on the loop that uses it, `close` at the end. `name` is None until the engine has told it, unless it was
-    known beforehand. `admin` None: its engines take no orders. `collector` has metrics of its engines."""
+    known beforehand. `admin` None: its engines take no orders. `collector` has metrics of its engines. `follow`
+    returns what becomes a list of where a request is sent, and why."""
 
     def __init__(
         self,
@@ -33,10 +36,12 @@ class ServedModel:
         name: str | None = None,
         admin: Admin | None = None,
         collector: Collector | None = None,
+        follow: Callable[[str], Sequence[Decision]] = lambda request_id: (),
     ) -> None:
         self.engine = engine
         self.admin = admin
         self.collector = collector
+        self.follow = follow
         self.opened = asyncio.Event()
         """Set once the model's text is there, and not reset."""
         self._name = name

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from engine.errors import HeadraceError, LoadingError, RequestError
 from engine.protocol import EngineLoad
 from kvstore.keys import PUBLIC_SCOPE, tenant_scope
+from router.decision import Decision
 from router.fleet import total_load
 from server.access.record import Caller, RequestRecord
 from server.config import ServeConfig
@@ -93,6 +94,11 @@ class Service:
         if not models:
             raise LoadingError("No model is there yet.", progress=0.0)
         return await total_load([model.engine for model in models])
+
+    def follow(self, request_id: str) -> Callable[[], list[Decision]]:
+        """Return what tells where a request has been sent since now, and why."""
+        trails = [model.follow(request_id) for model in self.models.served()]
+        return lambda: [decision for trail in trails for decision in trail]
 
     def cache_scope(self, tenant: str | None, salt: str | None) -> bytes:
         """Requests share cached blocks only with requests of the same scope. `tenant` None: no keys are asked for."""

@@ -18,6 +18,7 @@ from server.access.key_file import KeyFile
 from server.access.keys import KeyEntry, KeyRing
 from server.access.record import RequestRecord, record_of
 from server.config import ServeConfig
+from server.debug_header import asks_for_debug
 from server.errors import AuthenticationError, ForbiddenError, reply_to
 
 PROBES = frozenset({"/health", "/ready", "/version", "/gateway"})
@@ -44,14 +45,18 @@ class Keys:
 
 
 class Guard:
-    """`limit` is how many requests may be under way; probes and metrics are let in beyond it."""
+    """`limit` is how many requests may be under way; probes and metrics are let in beyond it. With `debug_for_all`
+    every client that asks is told where its request went, else only those that may use /admin without a key."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, open_metrics: bool, limit: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: Keys, open_metrics: bool, limit: int, debug_for_all: bool = False
+    ) -> None:
         self.app = app
         self._keys = keys
         self._open = PROBES | (METRICS if open_metrics else frozenset())
         self._unbounded = PROBES | METRICS
         self._limit = limit
+        self._debug_for_all = debug_for_all
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,6 +84,9 @@ class Guard:
                 record.tenant = self._tenant(scope)
         if self._running >= self._limit and path not in self._unbounded:
             raise PressureError(f"{self._limit} requests are under way already.")
+        if asks_for_debug(scope["headers"]):
+            is_operator = not len(self._keys.admin) and _is_program_of_this_machine(scope)
+            record.debug = self._debug_for_all or is_operator
 
     def _tenant(self, scope: Scope) -> str:
         tenant = self._keys.ring.tenant_of(_bearer(scope))
@@ -95,9 +103,7 @@ class Guard:
             if self._keys.ring.tenant_of(key) is not None:
                 raise ForbiddenError("This API key is no admin key.")
             raise AuthenticationError("The admin key is not valid.")
-        names = {name for name, _ in scope["headers"]}
-        # A page of another site may send a request to this machine, and a proxy makes everybody look local.
-        if not _is_loopback(scope) or b"origin" in names or names & FORWARDED:
+        if not _is_program_of_this_machine(scope):
             raise ForbiddenError("Without an admin key (--admin-key-file) only programs of this machine may do this.")
 
 
@@ -109,6 +115,12 @@ def _bearer(scope: Scope) -> bytes:
     if len(given) > 1 or scheme.lower() != b"bearer" or not key.strip():
         raise AuthenticationError("The Authorization header must be one 'Bearer KEY'.")
     return key.strip()
+
+
+def _is_program_of_this_machine(scope: Scope) -> bool:
+    """A page of another site may send a request to this machine, and a proxy makes everybody look local."""
+    names = {name for name, _ in scope["headers"]}
+    return _is_loopback(scope) and b"origin" not in names and not names & FORWARDED
 
 
 def _is_loopback(scope: Scope) -> bool:

@@ -16,7 +16,8 @@ _SCOPE_KEY = "headrace.record"
 class RequestRecord:
     """Never holds text, keys or salts: it goes into logs. `tenant` is None where no keys are asked for.
 
-    `answer_id` is the id that the client reads in the body, `error` the code of the error that it was told.
+    `answer_id` is the id that the client reads in the body, `error` the code of the error that it was told. `debug` is
+    when the response's head tells where the request went (server/debug_header.py).
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class RequestRecord:
     error: str | None = None
     trace: TraceContext | None = None
     session: str | None = None
+    debug: bool = False
 
 
 def attach_record(scope: Scope, record: RequestRecord) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from engine.wire.curve import KeyPair, secure_client
+from router.decision import Decision
 from router.registry.base import GatewayRecord, Registry, WorkerRecord
 from router.registry.compat import CompatibilityGate, compatibility_digest
 from router.sharing import DispatchSharing, peers_of
@@ -62,6 +63,8 @@ class Fleet:
         self._changes: set[asyncio.Task[None]] = set()
         self._waits: set[asyncio.Task[None]] = set()
         self._watches: list[asyncio.Task[None]] = []
+        if sharing is not None:
+            sharing.find_decisions = self._find_decisions
 
     def served(self) -> Sequence[ServedModel]:
         return [pool.model for pool in self.pools.values()]
@@ -70,6 +73,11 @@ class Fleet:
     def links(self) -> Sequence[RankLink]:
         """All ranks that are connected to, also those that may not serve."""
         return list(self._links.values())
+
+    async def explain(self, request_id: str) -> tuple[list[Decision], int]:
+        """Return what was decided about a request, by this process or by a peer, and how many peers did not answer."""
+        found = self._find_decisions(request_id)
+        return (found, 0) if found or self._sharing is None else await self._sharing.explain(request_id)
 
     async def start(self) -> None:
         self._watches = [asyncio.create_task(self._watch_workers())]
@@ -86,6 +94,9 @@ class Fleet:
         for link in self._links.values():
             link.close()
         self._context.term()
+
+    def _find_decisions(self, request_id: str) -> list[Decision]:
+        return [one for pool in self.pools.values() for one in pool.pool.decisions.find(request_id)]
 
     async def _watch_workers(self) -> None:
         async for records in self._registry.watch():

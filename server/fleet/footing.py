@@ -53,7 +53,7 @@ def footing_of(spec: ApiSpec) -> Footing:
     if spec.discovery is not None:
         return _of_gateway(spec, spec.discovery)
     sharing = None
-    if len(spec.gateways) > 1 and len(spec.workers) > 1:
+    if len(spec.gateways) > 1:
         sharing = DispatchSharing(spec.gateways[spec.index].dispatches)
     return Footing(LocalRegistry(spec.workers), None, sharing, spec.gateways, with_events=len(spec.workers) > 1)
 

@@ -9,22 +9,36 @@ from prometheus_client.registry import Collector
 
 
 class TargetsCollector(Collector):
-    """`ready` tells by target id whether requests can be sent there, `in_flight` how many have been, peers' too."""
+    """`ready` tells by target id whether requests can be sent there, `in_flight` how many have been, peers' too, and
+    `drift` how many more the engine itself counts (`TargetBooks.drift`)."""
 
     def __init__(
-        self, model: str, ready: Callable[[], Mapping[str, bool]], in_flight: Callable[[], Mapping[str, int]]
+        self,
+        model: str,
+        ready: Callable[[], Mapping[str, bool]],
+        in_flight: Callable[[], Mapping[str, int]],
+        drift: Callable[[], Mapping[str, int]],
     ) -> None:
         self._model = model
         self._ready = ready
         self._in_flight = in_flight
+        self._drift = drift
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model", "target"]
         ready = GaugeMetricFamily("headrace_target_ready", "Whether an engine can be asked now.", labels=labels)
         in_flight = GaugeMetricFamily("headrace_target_in_flight", "Requests under way at an engine.", labels=labels)
+        drift = GaugeMetricFamily(
+            "headrace_target_drift",
+            "Requests that an engine counts beyond those under way from here.",
+            labels=labels,
+        )
         for target, is_ready in self._ready().items():
             ready.add_metric([self._model, target], is_ready)
         for target, count in self._in_flight().items():
             in_flight.add_metric([self._model, target], count)
+        for target, count in self._drift().items():
+            drift.add_metric([self._model, target], count)
         yield ready
         yield in_flight
+        yield drift

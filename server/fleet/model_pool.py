@@ -71,8 +71,16 @@ class ModelPool:
             name,
             lambda: {name: link.engine.is_ready for name, link in self.links.items()},
             lambda: self.pool.in_flight,
+            lambda: {one.target_id: one.drift for one in dispatcher.status() if one.drift is not None},
         )
-        self.model = ServedModel(self.supervisor, self.readiness, name=name, admin=admin, collector=targets)
+        self.model = ServedModel(
+            self.supervisor,
+            self.readiness,
+            name=name,
+            admin=admin,
+            collector=targets,
+            follow=self.pool.decisions.follow,
+        )
         self._stalls = StallWatch(self.engines, config.stall_timeout_s)
         self._watch: asyncio.Task[None] | None = None
 

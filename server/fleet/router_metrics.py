@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from server.fleet.model_pool import ModelPool
+from server.fleet.target_metrics import TargetMetrics
 
 UPDATE_INTERVAL_S = 1.0
+
+DECISION_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+ERROR_BUCKETS_BLOCKS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 PREDICTION_KINDS = ("predicted", "cached", "overestimated", "underestimated")
 
@@ -21,7 +25,8 @@ Labels = tuple[str, ...]
 
 
 class RouterMetrics:
-    """Of the pools in `pools`, by model. Nothing here names a request, a tenant or a target."""
+    """Of the pools in `pools`, by model. Nothing here names a request or a tenant; what is told by target is in
+    server/fleet/target_metrics.py."""
 
     def __init__(self, registry: CollectorRegistry, pools: dict[str, ModelPool]) -> None:
         self._pools = pools
@@ -45,6 +50,36 @@ class RouterMetrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
+        # Each process has an index of its own, and all follow the same engines: memory adds up, content does not.
+        self._index_blocks = Gauge(
+            "headrace_router_index_blocks",
+            "Different KV blocks that the prefix index knows, in the process that knows most.",
+            ["model"],
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+        self._index_bytes = Gauge(
+            "headrace_router_index_bytes",
+            "Memory of the prefix indexes, over all processes.",
+            ["model"],
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self._decisions = Histogram(
+            "headrace_router_decision_seconds",
+            "Hashing a prompt, looking it up and choosing a target.",
+            ["model"],
+            buckets=DECISION_BUCKETS_S,
+            registry=registry,
+        )
+        self._errors = Histogram(
+            "headrace_router_prediction_error_blocks",
+            "Blocks by which a predicted hit was wrong; one that was right counts as overestimated by 0.",
+            ["model", "kind"],
+            buckets=ERROR_BUCKETS_BLOCKS,
+            registry=registry,
+        )
+        self._targets = TargetMetrics(registry)
 
     async def keep_updated(self) -> None:
         while True:
@@ -55,6 +90,14 @@ class RouterMetrics:
         """Hand on what has been counted since the last call."""
         for model, pool in self._pools.items():
             self._queued.labels(model).set(pool.pool.admission.queued)
+            self._index_blocks.labels(model).set(pool.feed.index.num_blocks)
+            self._index_bytes.labels(model).set(pool.feed.index.size_bytes)
+            for time_s in pool.pool.take_decision_times():
+                self._decisions.labels(model).observe(time_s)
+            for blocks in pool.hits.take_errors():
+                kind = "underestimated" if blocks < 0 else "overestimated"
+                self._errors.labels(model, kind).observe(abs(blocks))
+            self._targets.update(model, pool)
             for name, labels, total in _totals(pool):
                 key = (name, (model, *labels))
                 if (more := total - self._handed_on.get(key, 0.0)) > 0:

@@ -34,7 +34,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The decisions about one request, the oldest first. Each process remembers its own last ones."""
+    """The decisions about one request, the oldest first. Each process remembers its own last ones, and asks the others
+    about what it has not had itself."""
 
     request_id: str
     decisions: list[Decision]
@@ -64,10 +65,11 @@ def fleet_routes(fleet: Fleet) -> APIRouter:
         request_id = request.query_params.get("request_id", "")
         if not request_id:
             raise RequestError("Which request? Give its id.", param="request_id", code="missing_required_parameter")
-        decisions = [one for pool in fleet.pools.values() for one in pool.pool.decisions.find(request_id)]
+        decisions, silent = await fleet.explain(request_id)
         if not decisions:
+            unknown = f", but {silent} did not answer" if silent else ""
             raise UnknownRequestError(
-                "This process remembers no such request. It keeps its last ones, and another one may have had it.",
+                f"No process that could be asked remembers this request{unknown}. Each keeps its last ones.",
                 param="request_id",
                 value=request_id,
             )

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.errors import DeadlineError, HeadraceError
 from server.access.record import Caller, RequestRecord, record_of
+from server.debug_header import DEBUG_HEADER, described
 from server.errors import ClientGoneError, UnknownParamsError, reply_to
 from server.openai.generation import Answer, ChoiceRun, Piece, RequestClock, Usage, collect, merged, usage_of
 from server.openai.sse import DONE, KEEP_ALIVE, Envelope
@@ -91,6 +92,9 @@ class GenerateEndpoint:
             envelope = prepared.envelope
             record.answer_id, record.model, record.stream = envelope.id, envelope.model, prepared.stream
             note_ignored(self.service, prepared.ignored, channel)
+            if record.debug:
+                decisions = self.service.follow(prepared.runs[0].request.request_id)
+                channel.add_late_header(DEBUG_HEADER, lambda: described(decisions()))
             try:
                 await (self._stream if prepared.stream else self._whole)(prepared, channel, clock)
             finally:
@@ -199,6 +203,7 @@ class Channel:
         self.record = record
         self._send = send
         self._extra_headers: list[Header] = []
+        self._late_headers: list[tuple[bytes, Callable[[], str]]] = []
         self._opening = asyncio.Lock()
         self._streaming = False
         self._ended = False
@@ -207,13 +212,19 @@ class Channel:
     def add_header(self, name: bytes, value: str) -> None:
         """Add a header to whatever response comes, cut where it gets long. Characters that a header cannot hold are
         replaced."""
-        clean = "".join(character if " " <= character <= "~" else "?" for character in value[:MAX_HEADER_CHARACTERS])
-        self._extra_headers.append((name, clean.encode()))
+        self._extra_headers.append((name, _clean(value)))
+
+    def add_late_header(self, name: bytes, value: Callable[[], str]) -> None:
+        """The same for a value that is asked for when the head of the response is sent."""
+        self._late_headers.append((name, value))
+
+    def _added_headers(self) -> list[Header]:
+        return [*self._extra_headers, *((name, _clean(value())) for name, value in self._late_headers)]
 
     async def send_json(self, status: int, body: bytes, headers: Sequence[Header] = ()) -> None:
         self._ended = True
         length = (b"content-length", str(len(body)).encode())
-        all_headers = [(b"content-type", b"application/json"), length, *headers, *self._extra_headers]
+        all_headers = [(b"content-type", b"application/json"), length, *headers, *self._added_headers()]
         await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -254,9 +265,13 @@ class Channel:
     async def _open(self) -> None:
         async with self._opening:  # the keep-alive and the first piece may both want to
             if not self._streaming:
-                headers = STREAM_HEADERS + self._extra_headers
+                headers = STREAM_HEADERS + self._added_headers()
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
                 self._streaming = True
+
+
+def _clean(value: str) -> bytes:
+    return "".join(one if " " <= one <= "~" else "?" for one in value[:MAX_HEADER_CHARACTERS]).encode()
 
 
 async def _while_connected(receive: Receive, work: asyncio.Task[None], parting: asyncio.Semaphore) -> None:

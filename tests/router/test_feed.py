@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -278,3 +279,26 @@ async def test_with_keys_only_who_has_the_publishers_key_reads(context: zmq.Cont
     finally:
         await feed.close()
         publisher.close()
+
+
+async def test_what_each_target_did_is_counted_once_also_when_it_is_gone(feed: IndexFeed) -> None:
+    with worker() as one, worker() as other:
+        for name, source in (("one", one), ("other", other)):
+            source.step(20)
+            feed.open_target(name, source.publisher.address, source.publisher.replay_address)
+        await until(lambda: feed.is_synced("one") and feed.is_synced("other"), "both are read")
+        counted = feed.take_counts()
+        assert not feed.take_counts()
+        for _ in range(2):
+            await feed.close_target("one")
+            feed.open_target("one", one.publisher.address, one.publisher.replay_address)
+            await until(lambda: feed.is_synced("one"), "it is read again")
+        await feed.close_target("one")
+        again = feed.take_counts()
+        assert counted["one", "dumps"] >= 1
+        assert counted["other", "dumps"] >= 1
+        assert again["one", "dumps"] >= 2
+        total: Counter[str] = Counter()
+        for (_, kind), count in (counted + again).items():
+            total[kind] += count
+        assert total == +Counter(feed.counters)

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+import kvstore.keys
 from engine.errors import DeadlineError, EngineDiedError, LoadingError, PressureError
 from engine.protocol import EngineLoad, GenerateRequest, SamplingParams, TokenOutput
+from kvstore.keys import block_key
 from router.admission import AdmissionLimits
 from router.attempts import Limits
 from router.dispatcher import Dispatcher
@@ -109,6 +111,56 @@ async def test_what_waits_for_a_target_gets_the_one_that_turns_ready() -> None:
     engine.ready_again.set()
     await task
     fleet.assert_clean()
+
+
+class Looked(CueEngine):
+    """Counts how often somebody looks whether it is ready."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        super().__init__()
+
+    @property
+    def is_ready(self) -> bool:
+        self.looks += 1
+        return True
+
+    @is_ready.setter
+    def is_ready(self, ready: bool) -> None:
+        assert ready
+
+
+async def test_only_a_state_that_is_new_wakes_those_that_wait() -> None:
+    engine = Looked()
+    fleet = Fleet(engine)
+    await fleet.collect(ask("first"))
+    fleet.pool.set_state("t0", "draining")
+    looks = engine.looks
+    tasks = [asyncio.create_task(fleet.collect(ask(f"r{number}"))) for number in range(4)]
+    await until(lambda: engine.looks == looks + 4, "they wait")
+    for _ in range(50):
+        fleet.pool.set_state("t0", "draining")
+        fleet.pool.set_state("unknown", "ready")
+        await asyncio.sleep(0)
+    assert engine.looks == looks + 4, "nobody looked again"
+    fleet.pool.set_state("t0", "ready")
+    assert [sum(len(output.token_ids) for output in await task) for task in tasks] == [8] * 4
+    fleet.assert_clean()
+
+
+async def test_choices_of_one_prompt_are_routed_by_keys_that_were_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+
+    def counted(parent: bytes, token_ids: Any) -> bytes:  # noqa: ANN401
+        hashed.append(block_key(parent, token_ids))
+        return hashed[-1]
+
+    monkeypatch.setattr(kvstore.keys, "block_key", counted)
+    fleet = Fleet(*(CueEngine() for _ in range(3)))
+    for choice in range(5):
+        await fleet.collect(ask(f"r-{choice}", prompt=40, group_id="r"))
+    assert len(hashed) == 40 // BLOCK
+    assert sorted(len(engine.seen) for engine in fleet.engines) == [0, 0, 5], "what was hashed once still counts"
 
 
 async def test_without_a_ready_target_a_request_waits_until_its_deadline() -> None:

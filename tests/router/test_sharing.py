@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 
+from router.decision import Decision, Option
 from router.dispatcher import Dispatcher
 from router.dispatches import MAX_SHARED_KEYS
 from router.index import PrefixIndex
@@ -21,8 +22,19 @@ from router.own_leases import OwnLeases
 from router.peer_leases import OutOfOrderError, PeerLeases
 from router.policies.simple import LeastTokens
 from router.sharing import DispatchSharing, PeerAddress
-from router.sharing_messages import MAX_EVENTS, SHARING_VERSION, Changes, Dispatched, Follow, Released, Snapshot
-from router.values import Query
+from router.sharing_messages import (
+    MAX_EVENTS,
+    SHARING_VERSION,
+    Ask,
+    Changes,
+    Dispatched,
+    Follow,
+    Released,
+    Snapshot,
+    TellerMessage,
+    Told,
+)
+from router.values import Candidate, Query, Score
 from tests.support.remote_leases import RemoteLeases, Teller, dispatch
 from tests.support.until import until
 
@@ -65,6 +77,100 @@ async def test_everybody_learns_of_every_lease() -> None:
         mine.released(1)
         await until(lambda: not seen_by_b.live and seen_by_c.tokens == 7, "the release arrives")
         assert not seen_by_b.answered
+
+
+def decision(number: int = 0, *, passed_over: int = 0) -> Decision:
+    return Decision(
+        request_id=f"cmpl-{number}",
+        policy="prefix",
+        target_id=f"w{number}/0",
+        at_s=float(number),
+        prompt_tokens=10,
+        predicted_tokens=0,
+        num_candidates=1,
+        options=(Option(candidate=Candidate(target_id="w/0"), score=Score(target_id="w/0", cost=1.0)),),
+        passed_over={f"worker-{one}/0": "draining" for one in range(passed_over)},
+    )
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.sharing.EXPLAIN_S", 30.0)
+
+
+@pytest.mark.usefixtures("patience")
+async def test_who_routed_a_request_tells_why_whoever_is_asked() -> None:
+    async with gateways(3) as ((a, _), (b, _), (c, _)):
+        known = {"cmpl-0": [decision()], "cmpl-1": [decision(number) for number in range(3)]}
+        a.find_decisions = lambda request_id: known.get(request_id, ())
+        b.find_decisions = lambda request_id: ()
+        for asking in (b, c):
+            assert await asking.explain("cmpl-0") == (known["cmpl-0"], 0)
+            assert await asking.explain("cmpl-1") == (known["cmpl-1"], 0)
+            assert await asking.explain("cmpl-2") == ([], 0)
+            assert await asking.explain("x" * 10_000) == ([], 0)
+        assert await a.explain("cmpl-0") == ([], 0), "one asks the others"
+        both = await asyncio.gather(*(b.explain(f"cmpl-{number % 3}") for number in range(30)))
+        assert [len(decisions) for decisions, _ in both] == [1, 3, 0] * 10
+
+
+@pytest.mark.usefixtures("patience")
+async def test_what_has_no_room_in_one_message_is_told_in_several() -> None:
+    async with gateways(2) as ((a, _), (b, _)):
+        many = [decision(number, passed_over=200) for number in range(100)]
+        a.find_decisions = lambda request_id: many
+        assert await b.explain("cmpl") == (many, 0)
+        huge = [decision(0), decision(1, passed_over=20_000), decision(2)]
+        a.find_decisions = lambda request_id: huge
+        assert await b.explain("cmpl") == ([huge[0], decision(1), huge[2]], 0)
+
+
+@pytest.mark.usefixtures("patience")
+async def test_who_does_not_answer_is_counted_and_keeps_nobody_from_knowing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with gateways(2) as ((a, _), (b, _)):
+        stopped = Teller(1)
+        try:
+            itself = PeerAddress(b.address.replace("127.0.0.1", "localhost"))
+            b.set_peers([PeerAddress(a.address), stopped.address, itself])
+            await asyncio.wait_for(b.wait_synced(), 30)
+            await until(lambda: len(b.peers) == 2, "both are followed")
+            stopped.process.send_signal(signal.SIGSTOP)
+            a.find_decisions = lambda request_id: [decision()] if request_id == "cmpl-0" else []
+            assert await b.explain("cmpl-0") == ([decision()], 0)
+            monkeypatch.setattr("router.sharing.EXPLAIN_S", 0.05)
+            assert (await b.explain("cmpl-2"))[1] >= 1
+            stopped.kill()
+            await until(lambda: list(b.peers) == [a.peer_id], "it is given up")
+            monkeypatch.setattr("router.sharing.EXPLAIN_S", 30.0)
+            assert await b.explain("cmpl-2") == ([], 1), "nobody knows what it had"
+            b.set_peers([PeerAddress(a.address)])
+            assert await b.explain("cmpl-2") == ([], 0)
+        finally:
+            stopped.kill()
+
+
+async def test_who_does_not_follow_is_told_nothing() -> None:
+    async with gateways(1) as ((a, _),):
+        a.find_decisions = lambda request_id: [decision()]
+        context: zmq.Context[Any] = zmq.Context.instance()
+        with context.socket(zmq.DEALER) as stranger:
+            stranger.set(zmq.LINGER, 0)
+            stranger.connect(a.address)
+            stranger.send(msgspec.msgpack.encode(Ask(1, "cmpl-0", 0)))
+            stranger.send(msgspec.msgpack.encode(Follow(SHARING_VERSION, 1)))
+            for skip in (0, -5, 5):
+                stranger.send(msgspec.msgpack.encode(Ask(2, "cmpl-0", skip)))
+            told: list[Told] = []
+
+            def read_all() -> bool:
+                while stranger.poll(0):
+                    message = msgspec.msgpack.decode(stranger.recv(), type=TellerMessage)
+                    if isinstance(message, Told):
+                        told.append(message)
+                return len(told) == 3
+
+            await until(read_all, "a follower is answered")
+            assert told == [Told(2, [decision()], 0), Told(2, [decision()], 0), Told(2, [], 0)]
 
 
 async def test_who_joins_learns_of_what_is_under_way_before_it_is_synced() -> None:

@@ -133,6 +133,7 @@ SAMPLES = {
     "admin-key-file": ("a.txt", "a.txt"),
     "scope-secret-file": ("s.txt", "s.txt"),
     "open-metrics": ("false", False),
+    "debug-header": ("true", True),
     "access-log": ("access.jsonl", "access.jsonl"),
     "log-level": ("debug", "debug"),
     "log-format": ("json", "json"),
