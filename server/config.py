@@ -11,8 +11,8 @@ from server.logs import LogFormat
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are spread over engines. `policy` is one of router/policies/registry.py. Prompts that the engines
-    need longer than `prefill_budget_s` for wait in the router, `max_queued` of them at most. `hedge_after_s` asks a
-    second engine when the first one has not answered for so long; None never does. An engine that is connected and says
+    need longer than `prefill_budget_s` for wait in the router, `max_queued` of them at most and `queue_timeout_s` each.
+    `hedge_after_s` asks a second engine when the first one has not answered for so long; None never does. An engine that is connected and says
     nothing for `stall_timeout_s` loses its requests to others; it is longer than a step. `index_blocks` bounds what is
     remembered of the engines' caches, in blocks of one model.
     """
@@ -20,6 +20,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "prefix"
     prefill_budget_s: float = 30.0
     max_queued: int = 1024
+    queue_timeout_s: float = 120.0
     hedge_after_s: float | None = None
     stall_timeout_s: float = 10.0
     index_blocks: int = 1_000_000

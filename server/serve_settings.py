@@ -123,6 +123,14 @@ SETTINGS: tuple[Setting, ...] = (
         low=1,
     ),
     Setting(
+        name="queue-timeout",
+        field="routing.queue_timeout_s",
+        section=FLEET,
+        help="How long a request waits in the router at most; then it is refused with 429.",
+        kind="duration",
+        low=0.001,
+    ),
+    Setting(
         name="hedge-after",
         field="routing.hedge_after_s",
         section=FLEET,

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from server.fleet.model_pool import ModelPool
+from server.metrics import ROUTER_QUEUED
 
 UPDATE_INTERVAL_S = 1.0
 
 PREDICTION_KINDS = ("predicted", "cached", "overestimated", "underestimated")
+
+QUEUE_WAIT_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 Labels = tuple[str, ...]
 
@@ -36,14 +39,21 @@ class RouterMetrics:
             "prediction": counter("prediction_tokens", "Prompt tokens predicted to be cached, and found so.", "kind"),
             "suspicions": counter("index_suspicions", "Runs of wrong predictions: a target's digest was compared."),
             "index": counter("index_events", "Gaps, replays and resyncs of the index's feed.", "kind"),
-            "shed": counter("shed", "Requests refused because the queue was full."),
+            "shed": counter("shed", "Requests that got no turn, by why.", "reason"),
         }
         self._queued = Gauge(
-            "headrace_router_queued",
+            ROUTER_QUEUED,
             "Requests that wait in the router.",
-            ["model"],
+            ["model", "class"],
             registry=registry,
             multiprocess_mode="livesum",
+        )
+        self._queue_wait = Histogram(
+            "headrace_router_queue_wait_seconds",
+            "How long requests waited in the router until they were let through.",
+            ["model"],
+            buckets=QUEUE_WAIT_BUCKETS_S,
+            registry=registry,
         )
 
     async def keep_updated(self) -> None:
@@ -54,7 +64,11 @@ class RouterMetrics:
     def update(self) -> None:
         """Hand on what has been counted since the last call."""
         for model, pool in self._pools.items():
-            self._queued.labels(model).set(pool.pool.admission.queued)
+            admission = pool.pool.admission
+            for name, count in admission.queued_by_class.items():
+                self._queued.labels(model, name).set(count)
+            for wait_s in admission.take_waits():
+                self._queue_wait.labels(model).observe(wait_s)
             for name, labels, total in _totals(pool):
                 key = (name, (model, *labels))
                 if (more := total - self._handed_on.get(key, 0.0)) > 0:
@@ -74,4 +88,5 @@ def _totals(pool: ModelPool) -> Iterator[tuple[str, Labels, float]]:
     yield "suspicions", (), pool.hits.counters["suspicions"]
     for kind, count in pool.feed.counters.items():
         yield "index", (kind,), count
-    yield "shed", (), pool.pool.admission.shed_total
+    for reason, count in pool.pool.admission.shed.items():
+        yield "shed", (reason,), count

@@ -118,6 +118,7 @@ SAMPLES = {
     "routing-policy": ("least_tokens", "least_tokens"),
     "prefill-budget": ("10s", 10.0),
     "max-queued": ("10", 10),
+    "queue-timeout": ("5s", 5.0),
     "hedge-after": ("500ms", 0.5),
     "stall-timeout": ("7s", 7.0),
     "index-blocks": ("5000", 5000),
