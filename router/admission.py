@@ -87,8 +87,8 @@ class Admission:
     @property
     def queued_by_class(self) -> dict[PriorityClass, int]:
         classes: dict[PriorityClass, int] = {"interactive": 0, "default": 0, "batch": 0}
-        for priority, count in self._waiting.items():
-            classes[class_of(priority)] += count
+        for priority, queued in self._waiting.items():
+            classes[class_of(priority)] += queued
         return classes
 
     @property

@@ -60,6 +60,12 @@ class ServerMetrics:
         self.client_disconnects = Counter(
             "headrace_client_disconnects", "Requests whose client left before the end.", registry=registry
         )
+        self.rate_limited = Counter(
+            "headrace_rate_limited",
+            "Requests over the limits of their API key, by which one.",
+            ["limit"],
+            registry=registry,
+        )
         self.ignored_params = Counter(
             "headrace_ignored_params", "Unknown body fields that were ignored.", registry=registry
         )

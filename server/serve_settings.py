@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from router.policies.registry import POLICY_NAMES
+from server.access.keys import MAX_LIMIT
 from server.setting import ACCESS, FLEET, HTTP, LOGS, MEMORY, MODEL, Setting
 
 SETTINGS: tuple[Setting, ...] = (
@@ -250,6 +251,22 @@ SETTINGS: tuple[Setting, ...] = (
         field="open_metrics",
         section=ACCESS,
         help="Let /metrics and /load be read without a key.",
+    ),
+    Setting(
+        name="requests-per-minute",
+        field="requests_per_minute",
+        section=ACCESS,
+        help="Requests of one API key, unless the key file says otherwise; all together where there are no keys.",
+        low=1,
+        high=MAX_LIMIT,
+    ),
+    Setting(
+        name="tokens-per-minute",
+        field="tokens_per_minute",
+        section=ACCESS,
+        help="Tokens of prompts and answers of one API key, in the same way.",
+        low=1,
+        high=MAX_LIMIT,
     ),
     Setting(
         name="log-level",

@@ -65,8 +65,8 @@ class RouterMetrics:
         """Hand on what has been counted since the last call."""
         for model, pool in self._pools.items():
             admission = pool.pool.admission
-            for name, count in admission.queued_by_class.items():
-                self._queued.labels(model, name).set(count)
+            for priority_class, queued in admission.queued_by_class.items():
+                self._queued.labels(model, priority_class).set(queued)
             for wait_s in admission.take_waits():
                 self._queue_wait.labels(model).observe(wait_s)
             for name, labels, total in _totals(pool):

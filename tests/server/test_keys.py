@@ -35,9 +35,9 @@ def test_new_keys_are_long_and_never_the_same() -> None:
 
 def test_a_ring_knows_its_keys_and_no_other() -> None:
     ring = KeyRing([entry(ONE, "a"), entry(TWO, "b")])
-    assert [ring.tenant_of(key.encode()) for key in (ONE, TWO)] == ["a", "b"]
+    assert [ring.find(key.encode()) for key in (ONE, TWO)] == [entry(ONE, "a"), entry(TWO, "b")]
     for other in (b"", b"x", ONE[:-1].encode(), (ONE + " ").encode(), digest_of(ONE).encode(), b"\xff\xfe"):
-        assert ring.tenant_of(other) is None
+        assert ring.find(other) is None
 
 
 def test_every_entry_is_compared_also_behind_the_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_every_entry_is_compared_also_behind_the_one_that_fits(monkeypatch: pyte
     ring = KeyRing(entry(key, f"t{number}") for number, key in enumerate(keys))
     for number, key in enumerate(keys):
         compared.clear()
-        assert ring.tenant_of(key.encode()) == f"t{number}"
+        assert ring.find(key.encode()) == entry(key, f"t{number}")
         assert len(compared) == 5
 
 

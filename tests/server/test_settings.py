@@ -134,6 +134,8 @@ SAMPLES = {
     "admin-key-file": ("a.txt", "a.txt"),
     "scope-secret-file": ("s.txt", "s.txt"),
     "open-metrics": ("false", False),
+    "requests-per-minute": ("60", 60),
+    "tokens-per-minute": ("100000", 100_000),
     "access-log": ("access.jsonl", "access.jsonl"),
     "log-level": ("debug", "debug"),
     "log-format": ("json", "json"),
