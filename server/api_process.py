@@ -124,7 +124,7 @@ async def _fleet(spec: ApiSpec, footing: Footing) -> AsyncGenerator[Fleet, None]
         await footing.open()
         yield Fleet(
             footing.registry,
-            spec.config.routing,
+            msgspec.structs.replace(spec.config.routing, max_queued=spec.config.share(spec.config.routing.max_queued)),
             keys=footing.keys,
             sharing=footing.sharing,
             gateways=footing.gateways,
