@@ -84,6 +84,7 @@ class UsageTable:
         self._held = struct.Struct(f"<{processes}d")
         self._own = _HEAD.size + index * _COUNT.size
         self._tries = LOCK_TRIES
+        self._places: dict[bytes, int] = {}  # where keys stood when they were last looked for
         self._forget_held()
 
     def close(self) -> None:
@@ -139,6 +140,14 @@ class UsageTable:
 
     def _find(self, key: bytes) -> int:
         """Return where the key's row is; a new one is zeros, which is what an unused key's is."""
+        at = self._places.get(key)
+        if at is None or self._rows[at : at + KEY_BYTES] != key:
+            if len(self._places) >= ROWS:
+                self._places.clear()
+            at = self._places[key] = self._search(key)
+        return at
+
+    def _search(self, key: bytes) -> int:
         first = int.from_bytes(key[:8], "little")
         places = [(first + step) % ROWS * self._stride for step in range(NEIGHBOURS)]
         oldest, oldest_s = places[0], float("inf")
