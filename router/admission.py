@@ -8,7 +8,7 @@ through its callback, so that nothing here waits.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from itertools import count
 from typing import Literal
@@ -18,6 +18,15 @@ import msgspec
 from engine.errors import PressureError
 
 TicketState = Literal["waiting", "admitted", "shed", "left", "settled"]
+
+ShedReason = Literal["queue_full", "displaced", "queue_timeout", "deadline"]
+"""Why a request got no turn: there was no place; its place went to one that goes first; it waited as long as anybody
+may; its own time was over."""
+
+PriorityClass = Literal["interactive", "default", "batch"]
+
+REMEMBERED_WAITS = 10_000
+"""Waits that nobody has taken yet: at a thousand requests a second, those of ten seconds."""
 
 
 class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +69,8 @@ class Admission:
         limits: AdmissionLimits | None = None,
     ) -> None:
         self.limits = limits or AdmissionLimits()
-        self.shed_total = 0
+        self.shed: Counter[ShedReason] = Counter()
+        self._waits: deque[float] = deque(maxlen=REMEMBERED_WAITS)
         self._backlog = backlog
         self._clock = clock
         self._order = count()
@@ -75,6 +85,13 @@ class Admission:
         return self._queued
 
     @property
+    def queued_by_class(self) -> dict[PriorityClass, int]:
+        classes: dict[PriorityClass, int] = {"interactive": 0, "default": 0, "batch": 0}
+        for priority, queued in self._waiting.items():
+            classes[class_of(priority)] += queued
+        return classes
+
+    @property
     def queued_tokens(self) -> int:
         return self._queued_tokens
 
@@ -86,16 +103,16 @@ class Admission:
     def offer(self, tokens: int, priority: int, on_end: Callable[[Ticket], None]) -> Ticket:
         """Return a ticket: admitted at once (`on_end` is not called then), or waiting.
 
-        Raises PressureError when the queue is full, unless one of a lower class waits: that one is shed instead.
+        Raises PressureError when the queue is full, unless it goes before one that waits: the last one is shed instead.
         """
         most = self.limits.max_priority
         ticket = Ticket(tokens, max(-most, min(most, priority)), self._clock(), on_end)
         if self._queued == 0 and self._fits(tokens):
             self._admit(ticket)
             return ticket
-        if self._queued >= self.limits.max_queued:
-            self._make_room_for(ticket)
         due_s = ticket.came_s + ticket.priority * self.limits.aging_s
+        if self._queued >= self.limits.max_queued:
+            self._make_room_for(ticket, due_s)
         heapq.heappush(self._heap, (due_s, next(self._order), ticket))
         self._waiting[ticket.priority] += 1
         self._queued += 1
@@ -114,11 +131,20 @@ class Admission:
             self._admit(ticket)
             ticket.on_end(ticket)
 
-    def leave(self, ticket: Ticket) -> None:
-        """The request is not wanted any more, or has waited too long. Of no effect on a ticket that does not wait."""
+    def leave(self, ticket: Ticket, reason: ShedReason | None = None) -> None:
+        """The request has waited too long, for a reason that is counted, or is not wanted any more (None). Of no effect
+        on a ticket that does not wait."""
         if ticket.state == "waiting":
             self._leave_queue(ticket)
             ticket.state = "left"
+            if reason is not None:
+                self.shed[reason] += 1
+
+    def take_waits(self) -> list[float]:
+        """Return how long those that were admitted since the last call had waited, in seconds; 0 for no wait at all."""
+        waits = list(self._waits)
+        self._waits.clear()
+        return waits
 
     def settle(self, ticket: Ticket) -> None:
         """The admitted request has been sent, or has been given up. Only the first call counts."""
@@ -126,11 +152,17 @@ class Admission:
             ticket.state = "settled"
             self._unsettled_tokens -= ticket.tokens
 
-    def refusal(self) -> PressureError:
-        """Return what to tell a request that finds no room: with the time in which the queue moves on."""
+    def refusal(self, reason: ShedReason) -> PressureError:
+        """Return what to tell a request that gets no turn: with the time in which the queue moves on."""
         _, rate = self._backlog()
         wait_s = self._queued_tokens / rate if rate else 1.0
-        return PressureError("The queue is full.", retry_after_s=min(60.0, max(1.0, wait_s)))
+        message = {
+            "queue_full": "The queue is full.",
+            "displaced": "The queue is full, and a request that goes first took this one's place.",
+            "queue_timeout": f"The request waited {self.limits.max_wait_s:g} s in the queue and its turn did not come.",
+            "deadline": "The request's deadline passed while it was queued.",
+        }[reason]
+        return PressureError(message, retry_after_s=min(60.0, max(1.0, wait_s)))
 
     def _fits(self, tokens: int) -> bool:
         """Whether the pool may take so many more. An idle one takes any prompt."""
@@ -141,6 +173,7 @@ class Admission:
     def _admit(self, ticket: Ticket) -> None:
         ticket.state = "admitted"
         self._unsettled_tokens += ticket.tokens
+        self._waits.append(self._clock() - ticket.came_s)
 
     def _leave_queue(self, ticket: Ticket) -> None:
         self._queued -= 1
@@ -159,13 +192,23 @@ class Admission:
         while self._heap[0][2].state != "waiting":
             heapq.heappop(self._heap)
 
-    def _make_room_for(self, ticket: Ticket) -> None:
-        """Shed the last of the lowest class if that is lower than the newcomer's; else raise."""
-        self.shed_total += 1
-        lowest = max(self._waiting, default=ticket.priority)
-        if lowest <= ticket.priority:
-            raise self.refusal()
-        last = max(entry for entry in self._heap if entry[2].priority == lowest and entry[2].state == "waiting")[2]
-        self._leave_queue(last)
-        last.state = "shed"
-        last.on_end(last)
+    def _make_room_for(self, ticket: Ticket, due_s: float) -> None:
+        """Shed the one that would go last, if the newcomer goes before it; else raise.
+
+        Only one of a lower class can, and only until it has aged: who came earlier and is no lower goes first anyway.
+        """
+        if max(self._waiting, default=ticket.priority) > ticket.priority:
+            last_due_s, _, last = max(entry for entry in self._heap if entry[2].state == "waiting")
+            if due_s < last_due_s:
+                self.shed["displaced"] += 1
+                self._leave_queue(last)
+                last.state = "shed"
+                last.on_end(last)
+                return
+        self.shed["queue_full"] += 1
+        raise self.refusal("queue_full")
+
+
+def class_of(priority: int) -> PriorityClass:
+    """Return the name that metrics know a priority by."""
+    return "interactive" if priority < 0 else "batch" if priority > 0 else "default"

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 from engine.errors import DeadlineError, LoadingError, PressureError
 from engine.protocol import EngineLoad, GenerateRequest, Lease, Outcome, TokenOutput
-from router.admission import Admission, AdmissionLimits, Ticket
+from router.admission import Admission, AdmissionLimits, ShedReason, Ticket
 from router.decision import DecisionLog
 from router.dispatcher import Dispatcher
 from router.key_memo import KeyMemo
@@ -26,6 +26,9 @@ REMEMBERED_RETURNS = 10_000
 
 UNTAKEN_TIMES = 16_384
 """Of decisions that nobody asked for. Older ones are forgotten."""
+
+CLOCK_SLACK_S = 0.01
+"""Timers run on another clock than deadlines and may be early by as much."""
 
 
 class RoutedLease:
@@ -174,25 +177,31 @@ class RoutedPool:
             return ticket
         try:
             await self._wait_turn(turn, request.deadline_unix_s)
+        except TimeoutError:
+            if ticket.state == "waiting":  # else its turn came in the same moment
+                reason: ShedReason = "deadline" if _is_past(request.deadline_unix_s) else "queue_timeout"
+                self._give_up(ticket, reason)
+                refusal = self.admission.refusal(reason)
+                raise (DeadlineError(str(refusal)) if reason == "deadline" else refusal) from None
         except BaseException:
-            # Its client left, or its time is over; its turn may have come in the same moment.
-            self.admission.leave(ticket)
-            self.admission.settle(ticket)
-            self.admission.pump()
+            # Its client left, or its deadline interrupted it.
+            self._give_up(ticket, "deadline" if _is_past(request.deadline_unix_s) else None)
             raise
         if ticket.state == "shed":
-            raise self.admission.refusal()
+            raise self.admission.refusal("displaced")
         return ticket
 
+    def _give_up(self, ticket: Ticket, reason: ShedReason | None) -> None:
+        self.admission.leave(ticket, reason)
+        self.admission.settle(ticket)
+        self.admission.pump()
+
     async def _wait_turn(self, turn: asyncio.Future[None], deadline_unix_s: float | None) -> None:
+        """Raises TimeoutError when nobody may wait longer, or this request may not."""
         wait_s = self.admission.limits.max_wait_s
-        left_s = wait_s if deadline_unix_s is None else max(0.0, deadline_unix_s - time.time())
-        try:
-            await asyncio.wait_for(turn, min(wait_s, left_s))
-        except TimeoutError:
-            if left_s <= wait_s and deadline_unix_s is not None:
-                raise DeadlineError("The request's deadline passed while it was queued.") from None
-            raise self.admission.refusal() from None
+        if deadline_unix_s is not None:
+            wait_s = min(wait_s, max(0.0, deadline_unix_s - time.time()))
+        await asyncio.wait_for(turn, wait_s)
 
     def _query(self, request: GenerateRequest) -> Query:
         size = self.block_size
@@ -215,3 +224,7 @@ class RoutedPool:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         self.admission.pump()
+
+
+def _is_past(deadline_unix_s: float | None) -> bool:
+    return deadline_unix_s is not None and time.time() >= deadline_unix_s - CLOCK_SLACK_S

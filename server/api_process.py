@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from server import logs
+from server.access.usage_table import UsageTable
 from server.api_spec import ApiSpec
 from server.config import ServeConfig
 from server.connection import Connection, raise_fd_limit
@@ -87,8 +88,9 @@ async def serve(spec: ApiSpec) -> None:
     from server.fleet.routes import fleet_routes, gateway_route
 
     footing = footing_of(spec)
+    usage = _usage(spec)
     async with _fleet(spec, footing) as fleet:
-        app = build_app(fleet, config=spec.config, credentials=spec.credentials)
+        app = build_app(fleet, config=spec.config, credentials=spec.credentials, usage=usage)
         app.include_router(fleet_routes(fleet))
         if footing.own is not None:
             app.include_router(gateway_route(footing.own))
@@ -105,6 +107,14 @@ async def serve(spec: ApiSpec) -> None:
                 task.cancel()
 
 
+def _usage(spec: ApiSpec) -> UsageTable:
+    """What API keys use, counted with the other API processes. It lives as long as the process: its last streams end
+    after everything else."""
+    if spec.usage_file is None:
+        return UsageTable()
+    return UsageTable(path=Path(spec.usage_file), processes=spec.config.api_processes, index=spec.index)
+
+
 @asynccontextmanager
 async def _fleet(spec: ApiSpec, footing: Footing) -> AsyncGenerator[Fleet, None]:
     """The engines behind this process. The application starts and closes the fleet; here is what it stands on."""
@@ -114,7 +124,7 @@ async def _fleet(spec: ApiSpec, footing: Footing) -> AsyncGenerator[Fleet, None]
         await footing.open()
         yield Fleet(
             footing.registry,
-            spec.config.routing,
+            msgspec.structs.replace(spec.config.routing, max_queued=spec.config.share(spec.config.routing.max_queued)),
             keys=footing.keys,
             sharing=footing.sharing,
             gateways=footing.gateways,

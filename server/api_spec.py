@@ -12,7 +12,8 @@ from server.fleet.discovery import Discovery
 
 class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One line of JSON on stdin. `listen_fd` is a listening socket, shared by all API processes of one server, as are
-    `credentials` and `metrics_dir`, which several processes need for metrics that are summed over them.
+    `credentials`. Several processes have a `metrics_dir`, for metrics that are summed over them, and a `usage_file`, by
+    which they count together what API keys use.
     `workers` are the launcher's own engines; `discovery` tells a gateway how to find others. `gateways` are all API
     processes of this server, which tell each other what they dispatch; this one is number `index`.
     """
@@ -25,3 +26,4 @@ class ApiSpec(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0
     credentials: Credentials = msgspec.field(default_factory=Credentials)
     metrics_dir: str | None = None
+    usage_file: str | None = None

@@ -16,6 +16,8 @@ from engine.protocol import EngineLoad
 from server.access.credentials import Credentials
 from server.access.guard import Guard, Keys
 from server.access.log import AccessLog
+from server.access.quota import RateLimiter
+from server.access.usage_table import Limits, UsageTable
 from server.admin import ADMIN_ROUTES
 from server.config import ServeConfig
 from server.errors import reply_to
@@ -36,15 +38,20 @@ SCRAPE_TIMEOUT_S = 2.0
 """Of the engine's part of /metrics: a busy engine costs a scrape its gauges, not its answer."""
 
 
-def build_app(models: Models, *, config: ServeConfig, credentials: Credentials | None = None) -> FastAPI:
+def build_app(
+    models: Models, *, config: ServeConfig, credentials: Credentials | None = None, usage: UsageTable | None = None
+) -> FastAPI:
     """Return the application. It answers at once; model routes are refused until a model is ready.
 
     `app.state.service` holds the Service, whose `traffic.drain()` the process calls when it is told to end.
-    `credentials` have the keys and the secret that keeps caches apart; processes of one server share them.
+    `credentials` have the keys and the secret that keeps caches apart; processes of one server share them, and `usage`,
+    which is the caller's to close.
     """
     credentials = credentials or Credentials()
     service = Service(models, config, bytes.fromhex(credentials.scope_secret))
     keys = Keys(credentials, config)
+    defaults = Limits(requests=config.requests_per_minute, tokens=config.tokens_per_minute)
+    limiter = RateLimiter(usage or UsageTable(), defaults, lambda kind: service.metrics.rate_limited.labels(kind).inc())
     access_log = None if config.access_log is None else AccessLog(config.access_log)
 
     @asynccontextmanager
@@ -77,7 +84,12 @@ def build_app(models: Models, *, config: ServeConfig, credentials: Credentials |
         app.add_exception_handler(error, _answer_error)
     limit = config.share(config.max_concurrent_requests)
     app.add_middleware(
-        Guard, keys=keys, open_metrics=config.open_metrics, limit=limit, debug_for_all=config.debug_header
+        Guard,
+        keys=keys,
+        open_metrics=config.open_metrics,
+        limit=limit,
+        limiter=limiter,
+        debug_for_all=config.debug_header,
     )
     app.add_middleware(EdgeMiddleware, metrics=service.metrics, access_log=access_log)
     describe_bodies(app)

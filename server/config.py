@@ -11,15 +11,16 @@ from server.logs import LogFormat
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are spread over engines. `policy` is one of router/policies/registry.py. Prompts that the engines
-    need longer than `prefill_budget_s` for wait in the router, `max_queued` of them at most. `hedge_after_s` asks a
-    second engine when the first one has not answered for so long; None never does. An engine that is connected and says
-    nothing for `stall_timeout_s` loses its requests to others; it is longer than a step. `index_blocks` bounds what is
-    remembered of the engines' caches, in blocks of one model.
+    need longer than `prefill_budget_s` for wait in the router, `max_queued` of them at most and `queue_timeout_s` each.
+    `hedge_after_s` asks a second engine when the first one has not answered for so long; None never does. An engine
+    that is connected and says nothing for `stall_timeout_s` loses its requests to others; it is longer than a step.
+    `index_blocks` bounds what is remembered of the engines' caches, in blocks of one model.
     """
 
     policy: str = "prefix"
     prefill_budget_s: float = 30.0
     max_queued: int = 1024
+    queue_timeout_s: float = 120.0
     hedge_after_s: float | None = None
     stall_timeout_s: float = 10.0
     index_blocks: int = 1_000_000
@@ -29,8 +30,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`keep_alive_s` is the idle time of HTTP connections, `sse_keep_alive_s` the pause after which a stream sends a
     comment. `drain_timeout_s` bounds how long running streams may go on after SIGTERM. `request_timeout_s` None means
     no limit beyond the client's patience. `max_concurrent_requests` are of the whole server: each API process has its
-    share. `max_prompts` are those of one body, times `n`. `debug_header` tells every client that asks where its request
-    went. `replicas` are engines on this machine behind one router.
+    share. `requests_per_minute` and `tokens_per_minute` are of an API key that has no limits of its own, None is none.
+    `max_prompts` are those of one body, times `n`. `debug_header` tells every client that asks where its request went.
+    `replicas` are engines on this machine behind one router.
     Keys and secrets themselves are not in here (server/access/credentials.py).
     """
 
@@ -53,6 +55,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     scope_secret_file: str | None = None
     open_metrics: bool = True
     debug_header: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
     log_level: str = "info"
     log_format: LogFormat = "text"
     access_log: str | None = None

@@ -102,6 +102,20 @@ class ForbiddenError(RequestError):
     code = "permission_denied"
 
 
+class RateLimitError(HeadraceError):
+    """The API key has used up what it may use in a minute; another key may go on."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class TokensOverLimitError(RateLimitError):
+    """The prompt alone has more tokens than the key may use in a minute: waiting does not help."""
+
+
 class ClientGoneError(HeadraceError):
     """The client closed its connection: nobody reads the answer."""
 
@@ -131,6 +145,8 @@ TABLE: tuple[Rule, ...] = (
     Rule(LoadingError, 503, "service_unavailable_error", "after"),
     Rule(DrainingError, 503, "service_unavailable_error", "after"),
     Rule(PressureError, 429, "rate_limit_error", "after"),
+    Rule(TokensOverLimitError, 429, "rate_limit_error", "never"),
+    Rule(RateLimitError, 429, "rate_limit_error", "after"),
     Rule(ClientGoneError, 499, "invalid_request_error", "never"),
     Rule(DeadlineError, 504, "server_error", "never"),
     Rule(EngineDiedError, 503, "service_unavailable_error", "after"),

@@ -21,6 +21,7 @@ from engine.errors import ConfigError, HeadraceError, ModelError
 from engine.wire.client import RemoteEngine
 from router.registry.base import GatewayRecord, RankAddress, WorkerRecord
 from server.access.credentials import Credentials
+from server.access.usage_table import table_bytes
 from server.api_spec import ApiSpec
 from server.card import facts, print_card
 from server.child import Child, ChildSpec, stop_children
@@ -69,6 +70,7 @@ def run(
             discovery=discovery,
             credentials=credentials or Credentials(),
             metrics_dir=_metrics_dir(config, directory),
+            usage_file=_usage_file(config, directory),
         )
         apis = _api_children(common, api_module)
         with_key = bool(credentials and credentials.keys) or config.api_keys_file is not None
@@ -106,6 +108,16 @@ def _metrics_dir(config: ServeConfig, directory: str) -> str | None:
         return None
     os.mkdir(f"{directory}/metrics")
     return f"{directory}/metrics"
+
+
+def _usage_file(config: ServeConfig, directory: str) -> str | None:
+    """Make the file by which several API processes count together what API keys use; one alone needs none."""
+    if config.api_processes == 1:
+        return None
+    path = f"{directory}/usage"
+    with open(path, "xb") as file:
+        file.truncate(table_bytes(config.api_processes))
+    return path
 
 
 def _api_children(common: ApiSpec, module: str) -> list[ChildSpec]:

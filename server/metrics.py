@@ -20,6 +20,9 @@ from engine.protocol import EngineLoad
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+ROUTER_QUEUED = "headrace_router_queued"
+"""The gauge of the router's queue (server/fleet/router_metrics.py), as far as it is there."""
+
 E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -57,6 +60,12 @@ class ServerMetrics:
         self.client_disconnects = Counter(
             "headrace_client_disconnects", "Requests whose client left before the end.", registry=registry
         )
+        self.rate_limited = Counter(
+            "headrace_rate_limited",
+            "Requests over the limits of their API key, by which one.",
+            ["limit"],
+            registry=registry,
+        )
         self.ignored_params = Counter(
             "headrace_ignored_params", "Unknown body fields that were ignored.", registry=registry
         )
@@ -68,12 +77,18 @@ class ServerMetrics:
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        text = generate_latest(registry)
+        families = list(registry.collect())
+        text = generate_latest(_Families(families))
         if load is not None:
             engine_registry = CollectorRegistry()
-            engine_registry.register(EngineLoadCollector(load))
+            engine_registry.register(EngineLoadCollector(load, router_queued=_router_queued(families)))
             text += generate_latest(engine_registry)
         return text + generate_latest(_Families(merged(family for other in others for family in other.collect())))
+
+
+def _router_queued(families: Iterable[Metric]) -> int:
+    """Return how many requests wait in the routers of all processes of this server."""
+    return int(sum(sample.value for family in families if family.name == ROUTER_QUEUED for sample in family.samples))
 
 
 def merged(families: Iterable[Metric]) -> Iterable[Metric]:
@@ -97,10 +112,14 @@ class _Families(Collector):
 
 
 class EngineLoadCollector(Collector):
-    """One EngineLoad as metrics. Its totals restart from zero with the engine, as Prometheus counters may."""
+    """One EngineLoad as metrics. Its totals restart from zero with the engine, as Prometheus counters may.
 
-    def __init__(self, load: EngineLoad) -> None:
+    `router_queued` requests wait for a turn in front of the engine: to an autoscaler they wait like the others.
+    """
+
+    def __init__(self, load: EngineLoad, *, router_queued: int = 0) -> None:
         self.load = load
+        self.router_queued = router_queued
 
     def collect(self) -> Iterator[Metric]:
         load = self.load
@@ -137,18 +156,19 @@ class EngineLoadCollector(Collector):
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, total in counters:
             yield CounterMetricFamily(name, text, value=total)
-        yield from _aliases(load)
+        yield from _aliases(load, self.router_queued)
         ended = CounterMetricFamily("headrace_engine_requests", "Ended requests by outcome.", labels=["outcome"])
         for outcome, count in load.requests_total.items():
             ended.add_metric([outcome], count)
         yield ended
 
 
-def _aliases(load: EngineLoad) -> Iterator[Metric]:
+def _aliases(load: EngineLoad, router_queued: int) -> Iterator[Metric]:
     """The names by which autoscalers and dashboards made for vLLM know an engine's load."""
     usage = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
     yield GaugeMetricFamily("vllm:num_requests_running", "headrace_requests_running.", value=load.running)
-    yield GaugeMetricFamily("vllm:num_requests_waiting", "headrace_requests_waiting.", value=load.waiting)
+    waiting = load.waiting + router_queued
+    yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests waiting, also in the router.", value=waiting)
     yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Used KV blocks of all, from 0 to 1.", value=usage)
     yield CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens.", value=load.prompt_tokens_total)
     yield CounterMetricFamily("vllm:prefix_cache_hits", "Those that were cached.", value=load.cached_tokens_total)

@@ -10,6 +10,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.access.log import AccessLog
+from server.access.priority import priority_of
 from server.access.record import RequestRecord, attach_record
 from server.access.session import session_of
 from server.access.trace import trace_of
@@ -40,7 +41,10 @@ class EdgeMiddleware:
             await self.app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        record = RequestRecord(request_id, trace=trace_of(scope["headers"]), session=session_of(scope["headers"]))
+        headers = scope["headers"]
+        record = RequestRecord(
+            request_id, trace=trace_of(headers), session=session_of(headers), priority=priority_of(headers)
+        )
         attach_record(scope, record)
         status = CLIENT_LEFT
         started = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from router.policies.registry import POLICY_NAMES
+from server.access.keys import MAX_LIMIT
 from server.setting import ACCESS, FLEET, HTTP, LOGS, MEMORY, MODEL, Setting
 
 SETTINGS: tuple[Setting, ...] = (
@@ -121,6 +122,14 @@ SETTINGS: tuple[Setting, ...] = (
         section=FLEET,
         help="Requests that wait in the router at most; more are refused with 429.",
         low=1,
+    ),
+    Setting(
+        name="queue-timeout",
+        field="routing.queue_timeout_s",
+        section=FLEET,
+        help="How long a request waits in the router at most; then it is refused with 429.",
+        kind="duration",
+        low=0.001,
     ),
     Setting(
         name="hedge-after",
@@ -248,6 +257,22 @@ SETTINGS: tuple[Setting, ...] = (
         field="debug_header",
         section=ACCESS,
         help="Tell every client that sends `X-Headrace-Debug: 1` which engine its request went to, and why.",
+    ),
+    Setting(
+        name="requests-per-minute",
+        field="requests_per_minute",
+        section=ACCESS,
+        help="Requests of one API key, unless the key file says otherwise; all together where there are no keys.",
+        low=1,
+        high=MAX_LIMIT,
+    ),
+    Setting(
+        name="tokens-per-minute",
+        field="tokens_per_minute",
+        section=ACCESS,
+        help="Tokens of prompts and answers of one API key, in the same way.",
+        low=1,
+        high=MAX_LIMIT,
     ),
     Setting(
         name="log-level",

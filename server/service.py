@@ -109,6 +109,5 @@ class Service:
     def caller(self, record: RequestRecord) -> Caller:
         """Begin the time of a request that has just arrived."""
         timeout_s = self.config.request_timeout_s
-        return Caller(
-            record.tenant, None if timeout_s is None else time.time() + timeout_s, record.trace, record.session
-        )
+        deadline_unix_s = None if timeout_s is None else time.time() + timeout_s
+        return Caller(record.tenant, deadline_unix_s, record.trace, record.session, record.priority)

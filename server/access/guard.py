@@ -1,4 +1,5 @@
-"""The ASGI layer that lets a request in: whose key it has, whether it may use this route, whether there is room.
+"""The ASGI layer that lets a request in: whose key it has, whether it may use this route, whether there is room, and
+whether the key may ask again already.
 
 A route needs a key unless it is listed as open, so that a route which somebody adds is closed at first. Owns the valid
 keys and the count of requests under way. Knows nothing of bodies.
@@ -16,6 +17,7 @@ from engine.errors import HeadraceError, PressureError
 from server.access.credentials import Credentials
 from server.access.key_file import KeyFile
 from server.access.keys import KeyEntry, KeyRing
+from server.access.quota import RateLimiter
 from server.access.record import RequestRecord, record_of
 from server.config import ServeConfig
 from server.debug_header import asks_for_debug
@@ -45,14 +47,23 @@ class Keys:
 
 
 class Guard:
-    """`limit` is how many requests may be under way; probes and metrics are let in beyond it. With `debug_for_all`
-    every client that asks is told where its request went, else only those that may use /admin without a key."""
+    """`limit` is how many requests may be under way; probes and metrics are let in beyond it, and `limiter` does not
+    count them. With `debug_for_all` every client that asks is told where its request went, else only those that may
+    use /admin without a key."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: Keys, open_metrics: bool, limit: int, debug_for_all: bool = False
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        open_metrics: bool,
+        limit: int,
+        limiter: RateLimiter | None = None,
+        debug_for_all: bool = False,
     ) -> None:
         self.app = app
         self._keys = keys
+        self._limiter = limiter
         self._open = PROBES | (METRICS if open_metrics else frozenset())
         self._unbounded = PROBES | METRICS
         self._limit = limit
@@ -66,6 +77,9 @@ class Guard:
         record = record_of(scope)
         try:
             self._check(scope, record)
+            if record.quota is not None:
+                send = record.quota.told_in(send)
+                record.quota.take_request()
         except HeadraceError as error:
             await _refuse(send, error, record)
             return
@@ -80,27 +94,30 @@ class Guard:
         if scope["method"] != "OPTIONS" and path not in self._open:
             if any(path == prefix or path.startswith(prefix + "/") for prefix in ADMIN_PREFIXES):
                 self._check_admin(scope)
-            elif self._keys.required:
-                record.tenant = self._tenant(scope)
+            else:
+                entry = self._entry(scope) if self._keys.required else None
+                record.tenant = None if entry is None else entry.tenant
+                if self._limiter is not None and path not in self._unbounded:
+                    record.quota = self._limiter.quota_of(entry)
         if self._running >= self._limit and path not in self._unbounded:
             raise PressureError(f"{self._limit} requests are under way already.")
         if asks_for_debug(scope["headers"]):
             is_operator = not len(self._keys.admin) and _is_program_of_this_machine(scope)
             record.debug = self._debug_for_all or is_operator
 
-    def _tenant(self, scope: Scope) -> str:
-        tenant = self._keys.ring.tenant_of(_bearer(scope))
-        if tenant is None:
+    def _entry(self, scope: Scope) -> KeyEntry:
+        entry = self._keys.ring.find(_bearer(scope))
+        if entry is None:
             raise AuthenticationError("The API key is not valid.")
-        return tenant
+        return entry
 
     def _check_admin(self, scope: Scope) -> None:
         """Ask for the admin key; where there is none, let in who is on this machine, and is no browser and no proxy."""
         if len(self._keys.admin):
             key = _bearer(scope)
-            if self._keys.admin.tenant_of(key) is not None:
+            if self._keys.admin.find(key) is not None:
                 return
-            if self._keys.ring.tenant_of(key) is not None:
+            if self._keys.ring.find(key) is not None:
                 raise ForbiddenError("This API key is no admin key.")
             raise AuthenticationError("The admin key is not valid.")
         if not _is_program_of_this_machine(scope):

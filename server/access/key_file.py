@@ -1,6 +1,7 @@
 """The file of API keys: read strictly, and read again when it changes.
 
-The file is YAML, one `KEY: TENANT` a line (see server/access/keys.py). It is looked at once a second, because a stat
+The file is YAML, one `KEY: TENANT` a line (see server/access/keys.py), or `KEY: {tenant: TENANT, ...}` for a key with
+limits of its own. It is looked at once a second, because a stat
 works alike for an editor, an atomic rename and a mounted secret, and with any number of processes, where a signal would
 have to find all of them. A version that cannot be used changes nothing and is logged once.
 """
@@ -13,14 +14,18 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from engine.errors import ConfigError
-from server.access.keys import KeyEntry, check_entries, read_entry
+from server.access.keys import KeyEntry, check_entries, read_entry, read_limit
 
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
 MAX_FILE_BYTES = 4 * 1024 * 1024
+LIMITS = ("requests_per_minute", "tokens_per_minute")
 
 
 def read_key_file(path: Path) -> list[KeyEntry]:
@@ -45,15 +50,36 @@ def read_key_file(path: Path) -> list[KeyEntry]:
         raise ConfigError(f"The key file {path} is no mapping of keys to tenants.", hint=_FORM)
     entries = []
     # The nodes and not what they stand for: a key of digits is no number here, and one that is given twice is seen.
-    for key, tenant in document.value:
+    for key, value in document.value:
         place = f"{path}, line {key.start_mark.line + 1}"
-        if not isinstance(key, yaml.ScalarNode) or not isinstance(tenant, yaml.ScalarNode):
+        fields = _fields(value)
+        if not isinstance(key, yaml.ScalarNode) or fields is None or "tenant" not in fields:
             raise ConfigError(f"{place}: this is no key with a tenant.", hint=_FORM)
-        entries.append(read_entry(key.value, tenant.value, place))
+        entry = read_entry(key.value, fields.pop("tenant"), place)
+        limits = {name: read_limit(fields.pop(name), name, place) for name in LIMITS if name in fields}
+        if fields:
+            raise ConfigError(f"{place}: a key has a tenant and {' and '.join(LIMITS)}, and nothing else.", hint=_FORM)
+        entries.append(msgspec.structs.replace(entry, **limits))
     return check_entries(entries, str(path))
 
 
-_FORM = "Write one `KEY: TENANT` a line; `headrace keys new TENANT` prints such a line."
+_FORM = (
+    "Write one `KEY: TENANT` a line, which `headrace keys new TENANT` prints,"
+    " or `KEY: {tenant: TENANT, requests_per_minute: 60, tokens_per_minute: 10000}`."
+)
+
+
+def _fields(node: Any) -> dict[str, str] | None:  # noqa: ANN401  (yaml has no types)
+    """Return what stands behind a key: a tenant, or a mapping with one. None for what can be neither."""
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        return {"tenant": node.value}
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    pairs = [(name.value, value.value) for name, value in node.value if isinstance(value, yaml.ScalarNode)]
+    fields = {name: value for name, value in pairs if isinstance(name, str)}
+    return fields if len(fields) == len(node.value) else None
 
 
 def readable_by_others(path: Path) -> bool:

@@ -33,11 +33,17 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
+UNLIMITED = 0
+MAX_LIMIT = 10**12
+
+
 class KeyEntry(msgspec.Struct, frozen=True):
-    """`digest` is the hex SHA-256 of a key."""
+    """`digest` is the hex SHA-256 of a key. The limits are the key's own, UNLIMITED for none, None for the server's."""
 
     digest: str
     tenant: str
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
 
 
 def new_key() -> str:
@@ -61,6 +67,15 @@ def read_entry(key: str, tenant: str, source: str) -> KeyEntry:
             f"{source}: the tenant's name is not valid.", hint="Use up to 64 letters, digits, dots, _, @ and -."
         )
     return KeyEntry(read_digest(key, source), tenant)
+
+
+def read_limit(written: str, name: str, source: str) -> int:
+    """Return a limit of a key file: a number, or UNLIMITED for none."""
+    if written.strip().lower() in ("none", "null", "~"):
+        return UNLIMITED
+    if not (written.isascii() and written.isdecimal() and 0 < int(written[:20]) <= MAX_LIMIT):
+        raise ConfigError(f"{source}: {name} must be a whole number from 1 to {MAX_LIMIT}, or none.")
+    return int(written)
 
 
 def read_digest(key: str, source: str) -> str:
@@ -94,13 +109,16 @@ def read_variable(text: str, source: str) -> list[KeyEntry]:
 
 
 def check_entries(entries: list[KeyEntry], source: str) -> list[KeyEntry]:
-    """Refuse too many entries, and a key that stands for two tenants."""
+    """Refuse too many entries, and a key that stands for two tenants or has two limits."""
     if len(entries) > MAX_KEYS:
         raise ConfigError(f"{source}: {len(entries)} keys are more than the {MAX_KEYS} that are allowed.")
-    tenants: dict[str, str] = {}
+    known: dict[str, KeyEntry] = {}
     for entry in entries:
-        if tenants.setdefault(entry.digest, entry.tenant) != entry.tenant:
-            raise ConfigError(f"{source}: one key belongs to both {tenants[entry.digest]} and {entry.tenant}.")
+        first = known.setdefault(entry.digest, entry)
+        if first.tenant != entry.tenant:
+            raise ConfigError(f"{source}: one key belongs to both {first.tenant} and {entry.tenant}.")
+        if first != entry:
+            raise ConfigError(f"{source}: one key of {entry.tenant} stands there twice, with different limits.")
     return entries
 
 
@@ -108,16 +126,16 @@ class KeyRing:
     """The keys that are valid now; immutable."""
 
     def __init__(self, entries: Iterable[KeyEntry]) -> None:
-        self._entries = [(bytes.fromhex(entry.digest), entry.tenant) for entry in entries]
+        self._entries = [(bytes.fromhex(entry.digest), entry) for entry in entries]
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def tenant_of(self, key: bytes) -> str | None:
-        """Return whose key this is. Takes the same time for every key: all entries are compared, none in part."""
+    def find(self, key: bytes) -> KeyEntry | None:
+        """Return the key's entry. Takes the same time for every key: all entries are compared, none in part."""
         digest = hashlib.sha256(key).digest()
-        found: str | None = None
-        for known, tenant in self._entries:
+        found: KeyEntry | None = None
+        for known, entry in self._entries:
             if hmac.compare_digest(known, digest):
-                found = tenant
+                found = entry
         return found

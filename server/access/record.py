@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from starlette.types import Scope
 
 from server.access.trace import TraceContext
+
+if TYPE_CHECKING:
+    from server.access.quota import Quota
 
 _SCOPE_KEY = "headrace.record"
 
@@ -16,8 +19,9 @@ _SCOPE_KEY = "headrace.record"
 class RequestRecord:
     """Never holds text, keys or salts: it goes into logs. `tenant` is None where no keys are asked for.
 
-    `answer_id` is the id that the client reads in the body, `error` the code of the error that it was told. `debug` is
-    when the response's head tells where the request went (server/debug_header.py).
+    `answer_id` is the id that the client reads in the body, `error` the code of the error that it was told. `quota` is
+    what its key may use, None where nothing is limited; `priority` is what a header said, unchecked. `debug` is when
+    the response's head tells where the request went (server/debug_header.py).
     """
 
     request_id: str
@@ -34,6 +38,8 @@ class RequestRecord:
     trace: TraceContext | None = None
     session: str | None = None
     debug: bool = False
+    priority: str | None = None
+    quota: Quota | None = None
 
 
 def attach_record(scope: Scope, record: RequestRecord) -> None:
@@ -46,9 +52,11 @@ def record_of(scope: Scope) -> RequestRecord:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, as far as the engine needs to know: `deadline_unix_s` is in seconds of the wall clock."""
+    """Who asks, as far as the engine needs to know: `deadline_unix_s` is in seconds of the wall clock, `priority` what
+    a header said, unchecked."""
 
     tenant: str | None = None
     deadline_unix_s: float | None = None
     trace: TraceContext | None = None
     session: str | None = None
+    priority: str | None = None

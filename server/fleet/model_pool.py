@@ -62,7 +62,9 @@ class ModelPool:
         if sharing is not None:
             dispatcher.observer = sharing.observer(name)
             sharing.attach(name, dispatcher)
-        limits = AdmissionLimits(budget_s=config.prefill_budget_s, max_queued=config.max_queued)
+        limits = AdmissionLimits(
+            budget_s=config.prefill_budget_s, max_queued=config.max_queued, max_wait_s=config.queue_timeout_s
+        )
         self.pool = RoutedPool(dispatcher, admission_limits=limits)
         self.supervisor = Supervisor(self.pool, hedge_after_s=config.hedge_after_s)
         self.readiness = EnginesReadiness(self.engines, is_open)

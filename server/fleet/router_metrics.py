@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from server.fleet.model_pool import ModelPool
 from server.fleet.target_metrics import TargetMetrics
+from server.metrics import ROUTER_QUEUED
 
 UPDATE_INTERVAL_S = 1.0
 
@@ -20,6 +21,8 @@ DECISION_BUCKETS_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01
 ERROR_BUCKETS_BLOCKS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 PREDICTION_KINDS = ("predicted", "cached", "overestimated", "underestimated")
+
+QUEUE_WAIT_BUCKETS_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 Labels = tuple[str, ...]
 
@@ -41,12 +44,12 @@ class RouterMetrics:
             "prediction": counter("prediction_tokens", "Prompt tokens predicted to be cached, and found so.", "kind"),
             "suspicions": counter("index_suspicions", "Runs of wrong predictions: a target's digest was compared."),
             "index": counter("index_events", "Gaps, replays and resyncs of the index's feed.", "kind"),
-            "shed": counter("shed", "Requests refused because the queue was full."),
+            "shed": counter("shed", "Requests that got no turn, by why.", "reason"),
         }
         self._queued = Gauge(
-            "headrace_router_queued",
+            ROUTER_QUEUED,
             "Requests that wait in the router.",
-            ["model"],
+            ["model", "class"],
             registry=registry,
             multiprocess_mode="livesum",
         )
@@ -80,6 +83,13 @@ class RouterMetrics:
             registry=registry,
         )
         self._targets = TargetMetrics(registry)
+        self._queue_wait = Histogram(
+            "headrace_router_queue_wait_seconds",
+            "How long requests waited in the router until they were let through.",
+            ["model"],
+            buckets=QUEUE_WAIT_BUCKETS_S,
+            registry=registry,
+        )
 
     async def keep_updated(self) -> None:
         while True:
@@ -89,7 +99,11 @@ class RouterMetrics:
     def update(self) -> None:
         """Hand on what has been counted since the last call."""
         for model, pool in self._pools.items():
-            self._queued.labels(model).set(pool.pool.admission.queued)
+            admission = pool.pool.admission
+            for priority_class, queued in admission.queued_by_class.items():
+                self._queued.labels(model, priority_class).set(queued)
+            for wait_s in admission.take_waits():
+                self._queue_wait.labels(model).observe(wait_s)
             self._index_blocks.labels(model).set(pool.feed.index.num_blocks)
             self._index_bytes.labels(model).set(pool.feed.index.size_bytes)
             for time_s in pool.pool.take_decision_times():
@@ -117,4 +131,5 @@ def _totals(pool: ModelPool) -> Iterator[tuple[str, Labels, float]]:
     yield "suspicions", (), pool.hits.counters["suspicions"]
     for kind, count in pool.feed.counters.items():
         yield "index", (kind,), count
-    yield "shed", (), pool.pool.admission.shed_total
+    for reason, count in pool.pool.admission.shed.items():
+        yield "shed", (reason,), count

@@ -17,11 +17,21 @@ from typing import Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import DeadlineError, HeadraceError
+from engine.errors import DeadlineError, HeadraceError, PressureError
 from server.access.record import Caller, RequestRecord, record_of
 from server.debug_header import DEBUG_HEADER, described
 from server.errors import ClientGoneError, UnknownParamsError, reply_to
-from server.openai.generation import Answer, ChoiceRun, Piece, RequestClock, Usage, collect, merged, usage_of
+from server.openai.generation import (
+    Answer,
+    ChoiceRun,
+    Piece,
+    RequestClock,
+    Usage,
+    collect,
+    merged,
+    most_tokens,
+    usage_of,
+)
 from server.openai.sse import DONE, KEEP_ALIVE, Envelope
 from server.request_body import Body
 from server.service import Service
@@ -95,10 +105,16 @@ class GenerateEndpoint:
             if record.debug:
                 decisions = self.service.follow(prepared.runs[0].request.request_id)
                 channel.add_late_header(DEBUG_HEADER, lambda: described(decisions()))
+            if record.quota is not None:
+                record.quota.hold(*most_tokens(prepared.runs))
+            has_run = True
             try:
                 await (self._stream if prepared.stream else self._whole)(prepared, channel, clock)
+            except PressureError:
+                has_run = any(run.completion_tokens for run in prepared.runs)
+                raise
             finally:
-                self._account(prepared.runs, clock, record)
+                self._account(prepared.runs, clock, record, has_run=has_run)
 
         await answer_request(self.service, scope, receive, send, answer)
 
@@ -127,8 +143,11 @@ class GenerateEndpoint:
         finally:
             keep_alive.cancel()
 
-    def _account(self, runs: Sequence[ChoiceRun], clock: RequestClock, record: RequestRecord) -> None:
+    def _account(self, runs: Sequence[ChoiceRun], clock: RequestClock, record: RequestRecord, *, has_run: bool) -> None:
         metrics, usage = self.service.metrics, usage_of(runs)
+        if record.quota is not None:
+            # One that found no room has used nothing. One whose client left may have, and pays for its prompt.
+            record.quota.spend(usage.prompt_tokens + usage.completion_tokens if has_run else 0)
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.cached_prompt_tokens.inc(usage.cached_tokens)
         metrics.generation_tokens.inc(usage.completion_tokens)

@@ -261,6 +261,12 @@ def usage_of(runs: Sequence[ChoiceRun]) -> Usage:
     )
 
 
+def most_tokens(runs: Sequence[ChoiceRun]) -> tuple[int, int]:
+    """Return the tokens of a request's prompts, as usage counts them, and those that its choices may have at most."""
+    prompts = {run.request.group_id: len(run.request.prompt_ids) for run in runs}
+    return sum(prompts.values()), sum(run.request.sampling.max_tokens or 0 for run in runs)
+
+
 @dataclass(slots=True)
 class Answer:
     """One whole choice."""

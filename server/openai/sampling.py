@@ -13,6 +13,7 @@ from engine.protocol import EngineInfo, GenerateRequest, SamplingParams
 from engine.text.machine import TextMachine
 from engine.text.stops import StopStrings
 from engine.validation import check_grammar, validate
+from server.access.priority import read_priority
 from server.access.record import Caller
 from server.access.session import session_of_body
 from server.openai.constraints import Constraint, constraint_of
@@ -78,7 +79,7 @@ def choice_runs(
             prompt_ids=prompt_ids,
             sampling=sampling,
             cache_scope=service.cache_scope(caller.tenant, body.cache_salt),
-            priority=body.priority,
+            priority=_priority(body, caller),
             prompt_logprobs=wanted.prompt_logprobs,
             grammar=None if wanted.constraint is None else wanted.constraint.grammar,
             deadline_unix_s=caller.deadline_unix_s,
@@ -105,6 +106,12 @@ def choice_runs(
             run = ChoiceRun(len(runs), model.engine, request, machine, echo=echo, wants_ids=body.return_token_ids)
             runs.append(run)
     return runs
+
+
+def _priority(body: GenerationBody, caller: Caller) -> int:
+    if caller.priority is None or "priority" in body.model_fields_set:
+        return body.priority
+    return read_priority(caller.priority)
 
 
 def _check_allowed_values(body: GenerationBody, prompts: int) -> None:

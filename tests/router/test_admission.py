@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import settings
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from engine.errors import PressureError
-from router.admission import Admission, AdmissionLimits, Ticket
+from router.admission import Admission, AdmissionLimits, ShedReason, Ticket
 
 
 class Door:
@@ -94,7 +94,8 @@ def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
     with pytest.raises(PressureError) as refused:
         door.offer(300)
     assert refused.value.retry_after_s == pytest.approx(6.0)
-    assert door.admission.shed_total == 1
+    assert str(refused.value) == "The queue is full."
+    assert door.admission.shed == {"queue_full": 1}
 
 
 def test_a_full_queue_sheds_its_last_of_a_lower_class_for_a_higher_one() -> None:
@@ -106,6 +107,56 @@ def test_a_full_queue_sheds_its_last_of_a_lower_class_for_a_higher_one() -> None
     assert door.ended == [last]
     with pytest.raises(PressureError):
         door.offer(priority=2)
+    assert door.admission.shed == {"displaced": 1, "queue_full": 1}
+
+
+def test_one_that_has_aged_keeps_its_place_against_a_higher_class() -> None:
+    door = Door(max_queued=1, aging_s=10.0)
+    door.backlog = 1000
+    old_batch = door.offer(priority=2)
+    door.now_s = 19.0
+    better = door.offer(priority=0)
+    assert (old_batch.state, better.state) == ("shed", "waiting")
+    door.admission.leave(better)
+    old_batch = door.offer(priority=2)
+    door.now_s += 21.0
+    with pytest.raises(PressureError):
+        door.offer(priority=0)
+    assert old_batch.state == "waiting"
+
+
+def test_the_last_of_all_yields_and_not_one_of_a_lower_class_that_goes_before_it() -> None:
+    door = Door(max_queued=2, aging_s=10.0)
+    door.backlog = 1000
+    old_batch = door.offer(priority=1)
+    door.now_s = 30.0
+    default = door.offer(priority=0)
+    interactive = door.offer(priority=-1)
+    assert (old_batch.state, default.state, interactive.state) == ("waiting", "shed", "waiting")
+
+
+def test_waits_are_told_once_and_by_class() -> None:
+    door = Door()
+    door.admission.settle(door.offer(1))
+    door.backlog = 1000
+    for priority in (0, -3, 2, 2):
+        door.offer(priority=priority)
+    assert door.admission.queued_by_class == {"interactive": 1, "default": 1, "batch": 2}
+    door.now_s = 4.0
+    left = door.offer(priority=5)
+    door.admission.leave(left, "queue_timeout")
+    door.admission.leave(left, "queue_timeout")
+    assert len(door.admit_all()) == 4
+    assert door.admission.take_waits() == [0.0, 4.0, 4.0, 4.0, 4.0]
+    assert door.admission.take_waits() == []
+    assert door.admission.queued_by_class == {"interactive": 0, "default": 0, "batch": 0}
+    assert door.admission.shed == {"queue_timeout": 1}
+
+
+def test_every_reason_has_a_message_of_its_own() -> None:
+    door = Door()
+    messages = {str(door.admission.refusal(reason)) for reason in get_args(ShedReason)}
+    assert len(messages) == len(get_args(ShedReason))
 
 
 def test_a_queue_of_no_places_refuses_all_that_does_not_fit() -> None:
@@ -167,6 +218,7 @@ class AnyOrder(RuleBasedStateMachine):
         waiting = [one for one in self.mine if one.state == "waiting"]
         assert admission.queued == len(waiting) <= 4
         assert admission.queued_tokens == sum(one.tokens for one in waiting)
+        assert sum(admission.queued_by_class.values()) == len(waiting)
         assert admission.unsettled_tokens == sum(one.tokens for one in self.mine if one.state == "admitted")
         told = self.door.ended
         assert len(told) == len({id(one) for one in told}), "told once"

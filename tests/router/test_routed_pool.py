@@ -217,10 +217,23 @@ async def test_a_client_that_leaves_the_queue_is_noticed() -> None:
     await until(lambda: fleet.pool.admission.queued == 2, "one left")
     with pytest.raises(DeadlineError):
         await fleet.pool.choose(ask("late", prompt=200, deadline_unix_s=time.time() + 0.02), ())
+    assert fleet.pool.admission.shed == {"deadline": 1}
     for task in tasks[1:]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     first.release("cancelled")
+    assert fleet.pool.admission.shed == {"deadline": 1}, "who leaves is not shed"
+    fleet.assert_clean()
+
+
+async def test_a_deadline_that_interrupts_a_queued_request_is_counted() -> None:
+    fleet = Fleet(CueEngine(), admission_limits=AdmissionLimits(budget_s=1.0))
+    fleet.measure()
+    first = await fleet.pool.choose(ask("first", prompt=200), ())
+    with pytest.raises(DeadlineError):
+        await fleet.collect(ask("late", prompt=200, deadline_unix_s=time.time() + 0.02))
+    assert fleet.pool.admission.shed == {"deadline": 1}
+    first.release("ok")
     fleet.assert_clean()
 
 
@@ -234,8 +247,11 @@ async def test_who_waits_too_long_or_finds_the_queue_full_is_refused() -> None:
     with pytest.raises(PressureError) as refused:
         await fleet.pool.choose(ask("too much", prompt=200), ())
     assert refused.value.retry_after_s >= 1
-    with pytest.raises(PressureError):
+    assert str(refused.value) == "The queue is full."
+    with pytest.raises(PressureError, match=r"waited 0\.05 s in the queue") as too_long:
         await task
+    assert too_long.value.retry_after_s >= 1
+    assert fleet.pool.admission.shed == {"queue_full": 1, "queue_timeout": 1}
     first.release("ok")
     fleet.assert_clean()
 

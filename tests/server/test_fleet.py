@@ -220,7 +220,7 @@ async def test_operators_see_the_workers_and_why_a_request_went_where_it_went(tm
     assert [len(one["decisions"]) for one in told] == [2, 2, 1]
     assert len(targets) == 1, "one conversation stays where it is, however it is named"
     assert 'headrace_router_requests_total{model="tiny",outcome="ok",policy="session"} 5.0' in scraped
-    assert 'headrace_router_queued{model="tiny"} 0.0' in scraped
+    assert 'headrace_router_queued{class="default",model="tiny"} 0.0' in scraped
     decision = told[0]["decisions"][0]
     assert decision["policy"] == "session"
     assert {option["score"]["target_id"] for option in decision["options"]} == {"a/0", "b/0"}

@@ -11,7 +11,7 @@ import pytest
 from engine.errors import ConfigError
 from server.access.credentials import read_credentials
 from server.access.key_file import KeyFile, read_key_file
-from server.access.keys import KeyEntry, KeyRing, digest_of, hashed_line, new_key, read_variable
+from server.access.keys import UNLIMITED, KeyEntry, KeyRing, digest_of, hashed_line, new_key, read_variable
 from server.config import ServeConfig
 
 ONE, TWO = "hr-one-0123456789abcdef", "hr-two-0123456789abcdef"
@@ -35,9 +35,9 @@ def test_new_keys_are_long_and_never_the_same() -> None:
 
 def test_a_ring_knows_its_keys_and_no_other() -> None:
     ring = KeyRing([entry(ONE, "a"), entry(TWO, "b")])
-    assert [ring.tenant_of(key.encode()) for key in (ONE, TWO)] == ["a", "b"]
+    assert [ring.find(key.encode()) for key in (ONE, TWO)] == [entry(ONE, "a"), entry(TWO, "b")]
     for other in (b"", b"x", ONE[:-1].encode(), (ONE + " ").encode(), digest_of(ONE).encode(), b"\xff\xfe"):
-        assert ring.tenant_of(other) is None
+        assert ring.find(other) is None
 
 
 def test_every_entry_is_compared_also_behind_the_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_every_entry_is_compared_also_behind_the_one_that_fits(monkeypatch: pyte
     ring = KeyRing(entry(key, f"t{number}") for number, key in enumerate(keys))
     for number, key in enumerate(keys):
         compared.clear()
-        assert ring.tenant_of(key.encode()) == f"t{number}"
+        assert ring.find(key.encode()) == entry(key, f"t{number}")
         assert len(compared) == 5
 
 
@@ -66,6 +66,17 @@ def test_a_file_holds_keys_as_they_are_and_hashed(tmp_path: Path) -> None:
         entry(TWO + "#:", "b.c"),
         entry(TWO, "acme"),
         entry("1234567890123456", "7"),
+    ]
+
+
+def test_a_key_may_have_limits_of_its_own(tmp_path: Path) -> None:
+    text = (
+        f"{ONE}:\n  tenant: acme\n  requests_per_minute: 60\n"
+        f"{TWO}: {{tokens_per_minute: 1000, requests_per_minute: none, tenant: b}}\n"
+    )
+    assert read_key_file(write(tmp_path / "k", text)) == [
+        KeyEntry(digest_of(ONE), "acme", 60, None),
+        KeyEntry(digest_of(TWO), "b", UNLIMITED, 1000),
     ]
 
 
@@ -91,6 +102,16 @@ def test_an_empty_file_has_no_keys(tmp_path: Path) -> None:
         f"{ONE}: a\n{ONE}: b\n",
         f"{ONE}: a\n{hashed_line(entry(ONE, 'b'))}\n",
         f"{ONE}: a\n  bad: [\n",
+        f"{ONE}: {{requests_per_minute: 5}}\n",
+        f"{ONE}: {{tenant: a, requests_per_minute: 0}}\n",
+        f"{ONE}: {{tenant: a, requests_per_minute: -1}}\n",
+        f"{ONE}: {{tenant: a, tokens_per_minute: 1.5}}\n",
+        f"{ONE}: {{tenant: a, tokens_per_minute: {'9' * 100}}}\n",
+        f"{ONE}: {{tenant: a, tokens_per_minute: [5]}}\n",
+        f"{ONE}: {{tenant: a, tokens_per_minute: 5, tokens_per_minute: 5}}\n",
+        f"{ONE}: {{tenant: a, tokens_per_hour: 5}}\n",
+        f"{ONE}: {{tenant: [a]}}\n",
+        f"{ONE}: a\n{ONE}: {{tenant: a, tokens_per_minute: 5}}\n",
         f"? [{ONE}]\n: a\n",
     ],
 )

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from engine.protocol import Admin, Engine
 from server.access.credentials import Credentials
+from server.access.usage_table import UsageTable
 from server.api_process import DrainingServer
 from server.app import build_app
 from server.config import ServeConfig
@@ -98,10 +99,11 @@ async def serving(
     wait: bool = True,
     credentials: Credentials | None = None,
     admin: Admin | None = None,
+    usage: UsageTable | None = None,
 ) -> AsyncIterator[ApiServer]:
     """Serve until the block ends. `wait` returns only when the model's text is there."""
     model = ServedModel(engine, state or FakeReadiness(), admin=admin)
-    async with serving_models(ListedModels([model]), config=config, credentials=credentials) as server:
+    async with serving_models(ListedModels([model]), config=config, credentials=credentials, usage=usage) as server:
         if wait:
             await model.opened.wait()
         yield server
@@ -109,11 +111,15 @@ async def serving(
 
 @asynccontextmanager
 async def serving_models(
-    models: Models, *, config: ServeConfig | None = None, credentials: Credentials | None = None
+    models: Models,
+    *,
+    config: ServeConfig | None = None,
+    credentials: Credentials | None = None,
+    usage: UsageTable | None = None,
 ) -> AsyncIterator[ApiServer]:
     """The server's own main loop, which polls for the end ten times a second, is left out: tests end when they end."""
     config = config or ServeConfig()
-    app = build_app(models, config=config, credentials=credentials)
+    app = build_app(models, config=config, credentials=credentials, usage=usage)
     server = DrainingServer(app, config)
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
