@@ -101,8 +101,8 @@ class RoutedPool:
             self.dispatcher.renew_target(target_id)
             self._note_change()
 
-    def report_load(self, target_id: str, load: EngineLoad) -> None:
-        self.dispatcher.report_load(target_id, load)
+    def report_load(self, target_id: str, load: EngineLoad, *, tells_tokens: bool = True) -> None:
+        self.dispatcher.report_load(target_id, load, tells_tokens=tells_tokens)
         self.admission.pump()
 
     async def choose(self, request: GenerateRequest, exclude: Collection[str]) -> Lease:
@@ -111,17 +111,26 @@ class RoutedPool:
         A request whose attempt failed does not queue again: it has been admitted, and its client may be reading.
         """
         query = self._query(request)
-        if request.request_id in self._expected_again:
-            del self._expected_again[request.request_id]
-            return await self._lease(query, request, exclude)
-        ticket = await self._admit(query, request)
+        unfit = [target.target_id for target in self._targets.values() if not _takes(target, request)]
+        if len(unfit) < len(self._targets):  # where none can do what is asked for, one of them says so
+            exclude = {*exclude, *unfit}
+        return await self.place(query, exclude, priority=request.priority, deadline_unix_s=request.deadline_unix_s)
+
+    async def place(
+        self, query: Query, exclude: Collection[str], *, priority: int, deadline_unix_s: float | None
+    ) -> Lease:
+        """The same for what is known of a request without its tokens."""
+        if query.request_id in self._expected_again:
+            del self._expected_again[query.request_id]
+            return await self._lease(query, deadline_unix_s, exclude)
+        ticket = await self._admit(query, priority, deadline_unix_s)
         try:
-            return await self._lease(query, request, exclude)
+            return await self._lease(query, deadline_unix_s, exclude)
         finally:
             self.admission.settle(ticket)
             self.admission.pump()
 
-    async def _lease(self, query: Query, request: GenerateRequest, exclude: Collection[str]) -> Lease:
+    async def _lease(self, query: Query, deadline_unix_s: float | None, exclude: Collection[str]) -> Lease:
         while True:
             changed = self._changed  # taken before the look at the targets, so that no change is missed
             allowed = [target for name, target in self._targets.items() if name not in exclude]
@@ -138,9 +147,9 @@ class RoutedPool:
                     raise LoadingError("No worker is ready yet.", progress=0.0)
                 await refuse_while_loading(allowed)
             waits = [target.engine.wait_ready() for target in allowed if target.target_id in unreachable]
-            await wait_for_any([*waits, changed.wait()], request.deadline_unix_s, self._patience_s)
+            await wait_for_any([*waits, changed.wait()], deadline_unix_s, self._patience_s)
 
-    async def _admit(self, query: Query, request: GenerateRequest) -> Ticket:
+    async def _admit(self, query: Query, priority: int, deadline_unix_s: float | None) -> Ticket:
         """Return an admitted ticket, at once or when its turn has come."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -149,11 +158,11 @@ class RoutedPool:
                 turn.set_result(None)
 
         # What is cached shows when it is placed: until then the prompt counts whole.
-        ticket = self.admission.offer(query.prompt_tokens, request.priority, end)
+        ticket = self.admission.offer(query.prompt_tokens, priority, end)
         if ticket.state == "admitted":
             return ticket
         try:
-            await self._wait_turn(turn, request.deadline_unix_s)
+            await self._wait_turn(turn, deadline_unix_s)
         except BaseException:
             # Its client left, or its time is over; its turn may have come in the same moment.
             self.admission.leave(ticket)
@@ -197,3 +206,9 @@ class RoutedPool:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         self.admission.pump()
+
+
+def _takes(target: WatchedTarget, request: GenerateRequest) -> bool:
+    """Whether the target's engine can do what the request asks for. Targets that do not say can do everything."""
+    takes = getattr(target, "takes", None)
+    return takes is None or bool(takes(request))

@@ -80,6 +80,11 @@ def _check_worker(record: WorkerRecord) -> None:
     _check(record.http_url is None or is_http_url(record.http_url), "http_url")
     _check(record.pid is None or 0 < record.pid < 2**31, "pid")
     _check(len(record.ranks) <= MAX_RANKS, "ranks")
+    _check(record.is_ours or record.http_url is not None, "http_url")
+    _check(record.is_ours or not record.ranks, "ranks")
+    places = (record.events, record.events_replay)
+    _check(all(place is None or ZMQ_ADDRESS.fullmatch(place) for place in places), "events")
+    _check(len(record.events_topic) <= MAX_TEXT_CHARACTERS and record.events_topic.isprintable(), "events_topic")
     numbers = {rank.dp_rank for rank in record.ranks}
     _check(len(numbers) == len(record.ranks) and all(0 <= number < 2**16 for number in numbers), "dp_rank")
     for rank in record.ranks:
