@@ -118,4 +118,5 @@ def answer_of(data: bytes, kind: type[Event]) -> Event | None:
 
 
 def no_ids() -> EngineError:
+    """Nothing can be asked for by token ids, whatever the request is."""
     return EngineError("The engine sent text without token ids: it can only be used as a text relay.")
