@@ -48,6 +48,7 @@ class TargetBooks:
         self._stale_s = stale_s
         self._loaded_s = 0.0
         self._tells_tokens = True
+        self._waiting_strange = self._decoding_strange = 0
         self._claims: dict[ClaimKey, Claim] = {}
         # Both in the order in which claims began. Every key of `_young` is one of `_unanswered`, which are all claims.
         self._unanswered: dict[ClaimKey, Claim] = {}
@@ -100,6 +101,8 @@ class TargetBooks:
             if now_s - claim.begun_s < self._settle_s:
                 break
             self._settle(key)
+        if not tells_tokens:
+            self._find_strangers(load)
 
     def fresh_load(self, now_s: float) -> EngineLoad | None:
         return self.load if self.load is not None and now_s - self._loaded_s <= self._stale_s else None
@@ -110,7 +113,7 @@ class TargetBooks:
         if load is None:
             return self._unanswered_uncached
         if not self._tells_tokens:
-            return self._unanswered_uncached + self._strangers(load)[0]
+            return self._unanswered_uncached + self._waiting_strange
         return load.queued_uncached_tokens + self._young_uncached
 
     def view(self, coming_tokens: int, block_size: int, now_s: float) -> tuple[int, int, float]:
@@ -123,10 +126,9 @@ class TargetBooks:
         if load is None:
             return self._unanswered_uncached, self.in_flight_tokens - self._unanswered_prompt, 0.0
         if not self._tells_tokens:
-            waiting, decoding = self._strangers(load)
-            decoding += self.in_flight_tokens - self._unanswered_prompt
+            decoding = self._decoding_strange + self.in_flight_tokens - self._unanswered_prompt
             usage = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
-            return self._unanswered_uncached + waiting, decoding, min(1.0, usage)
+            return self._unanswered_uncached + self._waiting_strange, decoding, min(1.0, usage)
         usage = 0.0
         if load.kv_blocks_total:
             coming_blocks = (self._young_uncached + coming_tokens) / block_size
@@ -140,12 +142,13 @@ class TargetBooks:
             return None
         return load.running + load.waiting + load.waiting_kv - (self.in_flight - len(self._young))
 
-    def _strangers(self, load: EngineLoad) -> tuple[int, int]:
-        """Return the prompt tokens that wait and that decode for requests which are nobody's claim."""
+    def _find_strangers(self, load: EngineLoad) -> None:
+        """Note the prompt tokens that wait and that decode for requests which are nobody's claim. Later claims and ends
+        are no news of these: they are counted when the report comes."""
         count = max(0, load.running + load.waiting - (self.in_flight - len(self._young)))
         tokens = self.in_flight_tokens // self.in_flight if self.in_flight else STRANGER_TOKENS
         waiting = min(count, load.waiting)
-        return waiting * tokens, (count - waiting) * tokens
+        self._waiting_strange, self._decoding_strange = waiting * tokens, (count - waiting) * tokens
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a sum is not that of the claims. For tests."""

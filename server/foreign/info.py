@@ -44,7 +44,7 @@ def foreign_info(
         eos_ids=eos_ids,
         block_size=block_size,
         kv_groups=(KVGroupSpec(),),
-        kv_capacity_tokens=0,
+        kv_capacity_tokens=max_model_len,  # whatever it is, one sequence of the window's length fits
         max_running=0,
         text=text,
         generation_defaults=dict(generation_defaults or {}),

@@ -195,10 +195,11 @@ class OpenAIWorker:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
         dialect = self._checked_dialect(request)
-        with_info = await self.describe()
+        if (info := self._info) is None:
+            raise EngineDiedError(f"The engine at {self.url} serves no more.")
         async with self._exchange(request.request_id, request.deadline_unix_s) as exchange:
-            body = msgspec.json.encode(dialect.body(request, with_info))
-            stream = Stream(request, with_info, dialect.reader(request))
+            body = msgspec.json.encode(dialect.body(request, info))
+            stream = Stream(request, info, dialect.reader(request))
             async with aclosing(self._outputs(exchange, stream, dialect.path, body)) as outputs:
                 async for output in outputs:
                     yield output

@@ -20,7 +20,6 @@ from server.foreign.info import foreign_info
 from server.foreign.llama_server import LlamaServer
 from server.foreign.openai_ids import OpenAIIds
 from server.foreign.registry import detect
-from server.foreign.relay import RELAY_HEADER, TextRelay
 from server.foreign.sglang import SGLang
 from server.foreign.worker import OpenAIWorker
 
@@ -225,24 +224,53 @@ async def test_languages_are_found_out() -> None:
                 assert await detect(session, server.url, "m") == name
 
 
-async def test_a_relay_passes_bytes_on_and_says_that_it_is_one() -> None:
-    async with aiohttp.ClientSession() as session:
-        async with other_server(events=[{"choices": []}, b"[DONE]"]) as server:
-            relay = TextRelay(session, server.url, api_key="k")
-            async with relay.post("/v1/chat/completions", b'{"messages":[],"stream":true}') as answer:
-                body = b"".join([chunk async for chunk in answer.body])
-            assert body.endswith(b"data: [DONE]\n\n")
-            assert RELAY_HEADER in answer.headers
-            assert (b"content-type", b"text/event-stream") in answer.headers
-            assert server.seen == [{"messages": [], "stream": True}]
-        async with other_server(stays_open=True) as server:
-            async with TextRelay(session, server.url).post("/v1/completions", b"{}") as answer:
-                assert await anext(answer.body)
+async def relayed(url: str, body: bytes) -> bytes:
+    worker = OpenAIWorker(url, None, INFO, {}, api_key="k")
+    worker.open()
+    try:
+        async with worker.relay("r", "/v1/completions", body, {}, None) as exchange:
+            answer = b""
+            while (data := await exchange.read()) is not None:
+                answer += data
+            assert exchange.content_type == "text/event-stream"
+            return answer
+    finally:
+        await worker.close()
+
+
+async def test_a_relay_passes_bytes_on() -> None:
+    async with other_server(events=[{"choices": []}, b"[DONE]"]) as server:
+        answer = await relayed(server.url, b'{"messages":[],"stream":true}')
+        assert answer.endswith(b"data: [DONE]\n\n")
+        assert server.seen == [{"messages": [], "stream": True}]
+    async with other_server(status=400, body=b'{"error":{"message":"no"}}') as server:
+        with pytest.raises(RequestError):
+            await relayed(server.url, b"{}")
+    with pytest.raises(EngineDiedError):
+        await relayed("http://127.0.0.1:1", b"{}")
+
+
+async def test_leaving_a_relay_closes_its_connection_and_aborting_ends_it() -> None:
+    async with other_server(stays_open=True) as server:
+        worker = OpenAIWorker(server.url, None, INFO, {})
+        worker.open()
+        try:
+            async with worker.relay("left", "/v1/completions", b"{}", {}, None) as exchange:
+                assert await exchange.read()
             await asyncio.wait_for(server.left.wait(), 30)
-        async with other_server(status=400, body=b'{"error":{"message":"no"}}') as server:
-            with pytest.raises(RequestError):
-                async with TextRelay(session, server.url).post("/v1/completions", b"{}"):
-                    pass
-        with pytest.raises(EngineDiedError):
-            async with TextRelay(session, "http://127.0.0.1:1").post("/v1/completions", b"{}"):
-                pass
+            with pytest.raises(RequestFailedError):
+                async with worker.relay("r-0", "/v1/completions", b"{}", {}, None) as exchange:
+                    assert await worker.abort_requests("r") == 1
+                    while await exchange.read():
+                        pass
+            assert worker.num_running == 0
+        finally:
+            await worker.close()
+
+
+async def test_a_server_of_text_is_never_asked_by_ids() -> None:
+    async with other_server() as server:
+        worker = OpenAIWorker(server.url, None, INFO, {})
+        with pytest.raises(EngineError):
+            await anext(worker.generate(GenerateRequest(request_id="r", prompt_ids=[5])))
+    assert not server.seen
