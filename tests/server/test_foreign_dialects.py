@@ -250,6 +250,13 @@ async def test_a_relay_passes_bytes_on() -> None:
         await relayed("http://127.0.0.1:1", b"{}")
 
 
+async def abort_while_relaying(worker: OpenAIWorker) -> None:
+    async with worker.relay("r-0", "/v1/completions", b"{}", {}, None) as exchange:
+        assert await worker.abort_requests("r") == 1
+        while await exchange.read():
+            pass
+
+
 async def test_leaving_a_relay_closes_its_connection_and_aborting_ends_it() -> None:
     async with other_server(stays_open=True) as server:
         worker = OpenAIWorker(server.url, None, INFO, {})
@@ -259,10 +266,7 @@ async def test_leaving_a_relay_closes_its_connection_and_aborting_ends_it() -> N
                 assert await exchange.read()
             await asyncio.wait_for(server.left.wait(), 30)
             with pytest.raises(RequestFailedError):
-                async with worker.relay("r-0", "/v1/completions", b"{}", {}, None) as exchange:
-                    assert await worker.abort_requests("r") == 1
-                    while await exchange.read():
-                        pass
+                await abort_while_relaying(worker)
             assert worker.num_running == 0
         finally:
             await worker.close()
