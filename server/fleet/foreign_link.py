@@ -102,7 +102,7 @@ class ForeignLink:
     def serve(self, text: PoolText | None) -> None:
         """The server may serve, with the text of its model, None for a text relay."""
         facts, model = self.facts, self.record.model
-        if facts is None or self.info is not None:
+        if facts is None or self.engine.serves:
             return
         if text is None:
             window = facts.max_model_len or 0

@@ -26,6 +26,7 @@ Probe = tuple[tuple[int, ...], ...]
 """Their token ids."""
 
 MAX_MODELS = 1000
+ANSWER_TIMEOUT_S = 10.0
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -108,7 +109,7 @@ async def _load_reader(session: aiohttp.ClientSession, url: str) -> tuple[LoadRe
     """Return who can read what the server tells of its load, and the size of its KV blocks."""
     block_size = None
     for reader in READERS:
-        status, body = await fetch(session, url + reader.path)
+        status, body = await fetch(session, url + reader.path, timeout_s=ANSWER_TIMEOUT_S)
         if status == 200:
             block_size = block_size or block_size_of(body)
             if reader.read(body) is not None:
@@ -118,7 +119,7 @@ async def _load_reader(session: aiohttp.ClientSession, url: str) -> tuple[LoadRe
 
 async def _ask(session: aiohttp.ClientSession, url: str, kind: type[T], body: object = None) -> T | None:
     """Return a good answer, None for any other."""
-    status, data = await fetch(session, url, body)
+    status, data = await fetch(session, url, body, timeout_s=ANSWER_TIMEOUT_S)
     if status != 200:
         return None
     try:

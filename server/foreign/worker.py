@@ -123,6 +123,11 @@ class OpenAIWorker:
         self._dialect, self._info, self._assets = dialect, info, dict(assets)
         self._note_change()
 
+    @property
+    def serves(self) -> bool:
+        """Whether `serve` has been called, however the server is."""
+        return self._info is not None
+
     def withdraw(self) -> None:
         """Send nothing new until `serve` is called again: it may be another server now, or another model."""
         self._info = None

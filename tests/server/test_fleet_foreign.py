@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -19,8 +20,9 @@ from router.values import Query
 from server.config import RoutingConfig
 from server.fleet.fleet import Fleet
 from server.foreign.settings import ForeignSettings
+from server.health import ServiceState
 from tests.support.api_server import serving
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, FakeReadiness
 from tests.support.listed_registry import ListedRegistry
 from tests.support.tiny_models import CHAT_TEMPLATE
 from tests.support.tiny_text import byte_ids, tokenizer_json
@@ -92,6 +94,22 @@ async def test_what_another_make_cannot_do_is_known_beforehand(source: Path) -> 
             (model,) = fleet.served()
             assert model.info.max_model_len == 512
             assert link.digest is not None
+
+
+async def test_a_server_that_is_away_keeps_nobody_busy(source: Path) -> None:
+    state = FakeReadiness()
+    async with serving(FakeEngine(), state=state) as server:
+        record = WorkerRecord(worker_id="w", model=MODEL, http_url=server.url, dialect="openai")
+        async with fleet_of(record, source) as fleet:
+            (link,) = fleet.links
+            await until(lambda: link.engine.is_ready, "it serves")
+            state.become(ServiceState("restarting"))
+            await until(lambda: link.engine.state().state == "dead", "it is gone")
+            changes: list[object] = []
+            link._on_change = lambda *about: changes.append(about)  # type: ignore[attr-defined]
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert len(changes) <= 1, "nothing has changed since"
 
 
 async def test_without_a_tokenizer_it_is_told_that_one_is_needed(caplog: pytest.LogCaptureFixture) -> None:
