@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import aclosing
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from engine.errors import EngineDiedError, EngineError, RequestError, RequestFailedError, UnsupportedError
 from engine.protocol import AssetRef, GenerateRequest, Grammar, SamplingParams, TextAssets, TokenLogprobs, TokenOutput
@@ -22,59 +17,11 @@ from server.foreign.openai_ids import OpenAIIds
 from server.foreign.registry import detect
 from server.foreign.sglang import SGLang
 from server.foreign.worker import OpenAIWorker
+from tests.support.other_server import OtherServer, other_server
 
 INFO = foreign_info(
     "m", "any", TextAssets(tokenizer=AssetRef("0", 0)), max_model_len=100, vocab_size=1000, eos_ids=(2,)
 )
-
-
-@dataclass
-class OtherServer:
-    """Answers every POST with the given events, or with `status` and `body`."""
-
-    events: Sequence[object] = ()
-    status: int = 200
-    body: bytes = b""
-    pages: dict[str, object] = field(default_factory=dict)
-    stays_open: bool = False
-    seen: list[Any] = field(default_factory=list)
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-    url: str = ""
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        if request.method == "GET":
-            page = self.pages.get(request.path, {} if request.path == "/health" else None)
-            return web.json_response(page, status=404 if page is None else 200)
-        self.seen.append(json.loads(await request.read()))
-        if self.status != 200 or self.body:
-            return web.Response(status=self.status, body=self.body, headers={"Retry-After": "4"})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for event in self.events:
-            data = event if isinstance(event, bytes) else json.dumps(event).encode()
-            await response.write(b": keep-alive\r\n\r\ndata: " + data + b"\n\n")
-        try:
-            while self.stays_open:
-                await response.write(b": keep-alive\n\n")
-                await asyncio.sleep(0.01)
-        except ConnectionError:
-            self.left.set()
-        return response
-
-
-@asynccontextmanager
-async def other_server(**fields: Any) -> AsyncIterator[OtherServer]:  # noqa: ANN401  (the fields of OtherServer)
-    server = OtherServer(**fields)
-    application = web.Application()
-    application.router.add_route("*", "/{path:.*}", server.answer)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield server
-    finally:
-        await runner.cleanup()
 
 
 async def ask(server: OtherServer, dialect: Dialect, **fields: object) -> list[TokenOutput]:
