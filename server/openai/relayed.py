@@ -11,7 +11,7 @@ from time import perf_counter
 
 import msgspec
 
-from engine.errors import EngineDiedError
+from engine.errors import EngineDiedError, HeadraceError
 from kvstore.keys import PUBLIC_SCOPE
 from server.access.record import Caller, RequestRecord
 from server.access.session import session_of_body
@@ -104,15 +104,21 @@ async def relay(
     record.model, record.stream = model.name, asked.stream
     channel.add_header(*RELAY_HEADER)
     account = Account(record)
+    # From here on: it may be long before a busy server begins.
+    keep_alive = asyncio.create_task(channel.keep_alive(service.config.sse_keep_alive_s)) if asked.stream else None
     try:
         async with model.relays.ask(request) as answer:
             if isinstance(answer, StreamedAnswer):
-                await _pass_events(service, answer.chunks, asked, account, channel, clock)
+                await _pass_events(answer.chunks, asked, account, channel, clock)
+            elif asked.stream:
+                raise EngineDiedError("The engine's answer is no stream.")
             else:
                 account.take(_chunk_of(answer.body))
                 clock.output(0.0, 1)
                 await channel.send_json(200, answer.body)
     finally:
+        if keep_alive is not None:
+            keep_alive.cancel()
         account.count(service, clock)
 
 
@@ -138,38 +144,32 @@ def _request(service: Service, asked: RelayBody, path: str, caller: Caller, reco
 
 
 async def _pass_events(
-    service: Service,
-    chunks: AsyncIterator[bytes],
-    asked: RelayBody,
-    account: Account,
-    channel: Channel,
-    clock: RequestClock,
+    chunks: AsyncIterator[bytes], asked: RelayBody, account: Account, channel: Channel, clock: RequestClock
 ) -> None:
     """Pass on whole events. A stream ends in [DONE] or in an error, whatever its server does."""
-    keep_alive = asyncio.create_task(channel.keep_alive(service.config.sse_keep_alive_s))
     lines, last_s = EventLines(), 0.0
-    try:
-        async for data in chunks:
-            passed, is_done = b"", False
+    async for data in chunks:
+        passed: list[bytes] = []
+        try:
             for event in _events(lines, data):
-                if is_done := event == DONE_DATA:
-                    break
+                if event == DONE_DATA:
+                    await channel.end(b"".join(passed) + DONE)
+                    return
                 chunk = _chunk_of(event)
                 account.take(chunk)
                 if chunk.choices:
                     last_s = clock.output(last_s, 1)
                 if chunk.choices or chunk.usage is None or asked.wants_usage:
-                    passed += b"data: " + event + b"\n\n"
-            if passed:
-                await channel.write(passed)
-            if is_done:
-                break
-        else:
-            if not account.is_finished:
-                raise EngineDiedError("The engine's answer broke off.")
-        await channel.end(DONE)
-    finally:
-        keep_alive.cancel()
+                    passed.append(b"data: " + event + b"\n\n")
+        except HeadraceError:
+            if passed:  # what was said before something went wrong
+                await channel.write(b"".join(passed))
+            raise
+        if passed:
+            await channel.write(b"".join(passed))
+    if not account.is_finished:
+        raise EngineDiedError("The engine's answer broke off.")
+    await channel.end(DONE)
 
 
 def _events(lines: EventLines, data: bytes) -> list[bytes]:
