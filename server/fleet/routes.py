@@ -84,7 +84,7 @@ def _view(link: FleetLink, status: TargetStatus | None) -> WorkerView:
         model=link.record.model,
         role=link.record.role,
         connection=link.engine.state().state,
-        pid=None if info is None else info.pid,
+        pid=None if info is None else info.pid or None,
         digest=link.digest,
         numerics=None if info is None else info.numerics_fingerprint,
         status=status,

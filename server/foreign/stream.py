@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
+
 from engine.errors import EngineDiedError, HeadraceError
 from engine.protocol import CachedTokens, EngineInfo, GenerateRequest, TokenLogprobs, TokenOutput
 from server.bench.serve_stream import EventLines
-from server.foreign.dialect import EventReader, Piece
+from server.foreign.dialect import EventReader, Piece, SkippedTokensError
 
 
 class Stream:
     """`offset` is the index of the next output token. `failure` is set when events told an error behind what they
-    added."""
+    added, `has_gap` when tokens are missing behind them."""
 
     def __init__(self, request: GenerateRequest, info: EngineInfo, reader: EventReader) -> None:
         self.request = request
+        self.info = info
         self.offset = len(request.resume_ids)
         self.failure: HeadraceError | None = None
+        self.has_gap = False
         self._reader = reader
         self._ends = frozenset(() if request.sampling.ignore_eos else info.eos_ids) | set(
             request.sampling.stop_token_ids
         )
         self._lines = EventLines()
+        self._emitted: list[int] = []
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._cached: int | None = None
@@ -37,13 +42,28 @@ class Stream:
         finish: Literal["stop", "length"] | None = None
         try:
             for event in events:
+                if self.has_gap:
+                    break
                 piece = self._reader.read(event)
                 if piece is not None and finish is None:
                     self._take(piece)
                     finish = piece.finish_reason
+        except SkippedTokensError:
+            self.has_gap = True
         except HeadraceError as error:
             self.failure = error
         output = self._output(finish)
+        return [] if output is None else [output]
+
+    @property
+    def rest(self) -> GenerateRequest:
+        """The request as what is left of it would be resumed."""
+        return msgspec.structs.replace(self.request, resume_ids=[*self.request.resume_ids, *self._emitted])
+
+    def take_part(self, piece: Piece) -> list[TokenOutput]:
+        """Return what a whole answer to `rest` adds."""
+        self._take(piece)
+        output = self._output(piece.finish_reason)
         return [] if output is None else [output]
 
     def _take(self, piece: Piece) -> None:
@@ -75,4 +95,5 @@ class Stream:
             cached=None if cached is None else CachedTokens(device=cached),
         )
         self.offset += count
+        self._emitted += ids
         return output

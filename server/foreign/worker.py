@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
@@ -27,7 +27,7 @@ from engine.errors import (
 )
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire.client import RemoteState
-from server.foreign.dialect import Dialect, no_ids
+from server.foreign.dialect import Dialect, PartDialect, check_common, no_ids
 from server.foreign.exchange import Exchange, ExchangeEnded
 from server.foreign.stream import Stream
 from server.foreign.watch import ServerWatch
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     import aiohttp
 
 MAX_STREAMS = 16_384
+PART_TOKENS = 16
+"""Tokens that are asked for at once where a server's streams do not tell all of them: few enough to be read as they
+come, and enough that asking costs little."""
+
 HEALTH_INTERVAL_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_S = 300.0
@@ -205,7 +209,7 @@ class OpenAIWorker:
         async with self._exchange(request.request_id, request.deadline_unix_s) as exchange:
             body = msgspec.json.encode(dialect.body(request, info))
             stream = Stream(request, info, dialect.reader(request))
-            async with aclosing(self._outputs(exchange, stream, dialect.path, body)) as outputs:
+            async with aclosing(self._outputs(exchange, stream, dialect, body)) as outputs:
                 async for output in outputs:
                     yield output
 
@@ -306,25 +310,47 @@ class OpenAIWorker:
         return self._dialect
 
     async def _outputs(
-        self, exchange: Exchange, stream: Stream, path: str, body: bytes
+        self, exchange: Exchange, stream: Stream, dialect: Dialect, body: bytes
     ) -> AsyncGenerator[TokenOutput, None]:
-        headers = {"X-Request-Id": stream.request.request_id[:128]}
         try:
-            await exchange.post(self.session, self.url + path, body, headers)
-            while (data := await exchange.read()) is not None:
-                for output in stream.outputs(data):
+            async with aclosing(self._streamed(exchange, stream, dialect, body)) as outputs:
+                async for output in outputs:
                     self._count(stream, output)
                     yield output
-                    if output.finish_reason is not None:
-                        return
-                if stream.failure is not None:
-                    raise stream.failure
-            raise EngineDiedError("The engine's answer broke off.")
         except ExchangeEnded:
             yield self._ended(exchange, stream)
         except HeadraceError as error:
             self._note_error(error)
             raise
+
+    async def _streamed(
+        self, exchange: Exchange, stream: Stream, dialect: Dialect, body: bytes
+    ) -> AsyncGenerator[TokenOutput, None]:
+        """Yield what the server makes to the end, in parts from where a stream has left something out."""
+        headers = {"X-Request-Id": stream.request.request_id[:128]}
+        await exchange.post(self.session, self.url + dialect.path, body, headers)
+        while not stream.has_gap:
+            if (data := await exchange.read()) is None:
+                raise EngineDiedError("The engine's answer broke off.")
+            for output in stream.outputs(data):
+                yield output
+                if output.finish_reason is not None:
+                    return
+            if stream.failure is not None:
+                raise stream.failure
+        parts = cast(PartDialect, dialect)
+        while True:
+            exchange.close()
+            rest, info = _resumable(stream), stream.info
+            body = msgspec.json.encode(parts.part_body(rest, info, PART_TOKENS))
+            await exchange.post(self.session, self.url + dialect.path, body, headers)
+            answer = b""
+            while (data := await exchange.read()) is not None:
+                answer += data
+            for output in stream.take_part(parts.read_part(answer, rest, info)):
+                yield output
+                if output.finish_reason is not None:
+                    return
 
     def _count(self, stream: Stream, output: TokenOutput) -> None:
         if output.cached is not None:
@@ -350,3 +376,17 @@ class OpenAIWorker:
         self._endings["error"] += 1
         if isinstance(error, EngineDiedError):
             self.watch.look_soon()
+
+
+def _resumable(stream: Stream) -> GenerateRequest:
+    """Return what is left of a request. Raises RequestFailedError where that cannot be asked for by itself."""
+    rest = stream.rest
+    try:
+        check_common(rest)
+    except UnsupportedError as error:
+        raise RequestFailedError(
+            f"The engine left out tokens, and with '{error.param}' it cannot be asked again."
+        ) from None
+    if rest.sampling.logprobs is not None:
+        raise RequestFailedError("The engine left out tokens, whose logprobs it does not tell.")
+    return rest

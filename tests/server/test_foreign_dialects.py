@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import aclosing
 
 import aiohttp
@@ -156,6 +157,32 @@ async def test_completions_in_other_shapes() -> None:
         async with other_server(events=events) as server:
             with pytest.raises(kind):
                 await ask(server, OpenAIIds(), logprobs=1)
+
+
+async def test_ids_that_a_stream_of_llama_server_leaves_out_are_asked_for() -> None:
+    events = [llama_event([5], tokens_predicted=1), llama_event([7], tokens_predicted=3)]
+    parts = [
+        json.dumps({"content": "y", "tokens": [6, 7], "stop": True, "stop_type": "limit"}).encode(),
+        json.dumps({"content": "z", "tokens": [8, 2], "stop": True, "stop_type": "eos"}).encode(),
+    ]
+    async with other_server(events=events, parts=parts) as server:
+        outputs = await ask(server, LlamaServer(), max_tokens=10)
+        assert ids_of(outputs) == [5, 6, 7, 8, 2]
+        assert [output.offset for output in outputs] == [0, 1, 3]
+        assert (outputs[-1].finish_reason, outputs[-1].stop_token) == ("stop", 2)
+        assert [(one["prompt"], one["n_predict"], one["stream"]) for one in server.seen] == [
+            ([5, 6], 10, True),
+            ([5, 6, 5], 9, False),
+            ([5, 6, 5, 6, 7], 7, False),
+        ]
+    end = llama_event([], tokens_predicted=3, stop=True, stop_type="limit")
+    part = json.dumps({"content": "y", "tokens": [6, 9], "stop": True, "stop_type": "limit"}).encode()
+    async with other_server(events=[llama_event([5]), end], parts=[part]) as server:
+        outputs = await ask(server, LlamaServer(), max_tokens=3)
+        assert (ids_of(outputs), outputs[-1].finish_reason) == ([5, 6, 9], "length")
+    async with other_server(events=events, parts=parts) as server:
+        with pytest.raises(RequestFailedError):
+            await ask(server, LlamaServer(), logprobs=1)
 
 
 async def test_languages_are_found_out() -> None:

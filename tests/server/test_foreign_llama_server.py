@@ -90,6 +90,31 @@ async def test_ids_go_in_and_come_out_and_streams_can_be_resumed(url: str) -> No
         await worker.close()
 
 
+async def test_tokens_within_characters_are_told_as_well(url: str) -> None:
+    """Its streams leave out the ids of tokens that end within a character; its whole answers have them."""
+    prompt = list(range(100, 160))
+    info = foreign_info(
+        "m", "llama_server", TextAssets(tokenizer=AssetRef("0", 0)), max_model_len=512, vocab_size=49152, eos_ids=(2,)
+    )
+    worker = OpenAIWorker(url, LlamaServer(), info, {})
+    worker.open()
+    try:
+        await worker.wait_ready()
+        body = {"prompt": prompt, "n_predict": 40, "temperature": 0, "return_tokens": True, "stream": False}
+        async with worker.session.post(f"{url}/completion", json=body) as answer:
+            expected = (await answer.json())["tokens"]
+        sampling = SamplingParams(temperature=0.0, max_tokens=40, seed=1)
+        asked = GenerateRequest(request_id="r", prompt_ids=prompt, sampling=sampling)
+        outputs = [output async for output in worker.generate(asked)]
+        assert [token for output in outputs for token in output.token_ids] == expected
+        assert outputs[-1].finish_reason == "length"
+        offsets = [output.offset for output in outputs]
+        assert offsets == sorted(offsets)
+        assert len(offsets) > 2
+    finally:
+        await worker.close()
+
+
 async def test_a_gateway_moves_streams_between_two_of_them(tmp_path: Path) -> None:
     servers = [LlamaServerProcess(tmp_path) for _ in range(2)]
     try:

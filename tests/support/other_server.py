@@ -14,11 +14,13 @@ from aiohttp import web
 
 @dataclass
 class OtherServer:
-    """Answers every POST with the given events, or with `status` and `body`. It splits no text."""
+    """Answers every POST with the given events, or with `status` and `body`. It splits no text. `parts` are the answers
+    to requests that want none of events, one after the other."""
 
     events: Sequence[object] = ()
     status: int = 200
     body: bytes = b""
+    parts: list[bytes] = field(default_factory=list)
     pages: dict[str, object] = field(default_factory=dict)
     stays_open: bool = False
     seen: list[Any] = field(default_factory=list)
@@ -34,6 +36,8 @@ class OtherServer:
             return web.Response(status=404)
         self.seen.append(json.loads(await request.read()))
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        if self.parts and self.seen[-1].get("stream") is False:
+            return web.Response(body=self.parts.pop(0))
         if self.status != 200 or self.body:
             kind = {"Content-Type": "application/json"}
             return web.Response(status=self.status, body=self.body, headers={"Retry-After": "4", **kind})
