@@ -84,11 +84,17 @@ class Run:
     def next_offset(self) -> int:
         return len(self.request.resume_ids) + len(self._emitted)
 
+    @property
+    def so_far(self) -> GenerateRequest:
+        """The request with everything emitted so far as output to resume: what another target is chosen for."""
+        if not self._emitted:
+            return self.request
+        return msgspec.structs.replace(self.request, resume_ids=[*self.request.resume_ids, *self._emitted])
+
     def next_attempt(self) -> GenerateRequest:
         """Return the request for a new attempt: the same seed, and everything emitted so far as output to resume."""
         self._attempt += 1
-        resume_ids = [*self.request.resume_ids, *self._emitted]
-        request = msgspec.structs.replace(self.request, attempt=self._attempt, resume_ids=resume_ids)
+        request = msgspec.structs.replace(self.so_far, attempt=self._attempt)
         # They came with the first output, and computing them again would keep the prompt out of the prefix cache.
         return msgspec.structs.replace(request, prompt_logprobs=None) if self.has_started else request
 

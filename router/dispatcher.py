@@ -106,10 +106,11 @@ class Dispatcher:
         member.state = state
         return True
 
-    def report_load(self, target_id: str, load: EngineLoad) -> None:
-        """Take a report of the target's engine. Those of unknown targets are late: ignored."""
+    def report_load(self, target_id: str, load: EngineLoad, *, tells_tokens: bool = True) -> None:
+        """Take a report of the target's engine, which counts tokens or requests alone. Those of unknown targets are
+        late: ignored."""
         if member := self._members.get(target_id):
-            member.books.report(load, self.clock())
+            member.books.report(load, self.clock(), tells_tokens=tells_tokens)
             member.rates.observe(load)
             self._rates.note(target_id, member.rates)
 

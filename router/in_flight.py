@@ -12,6 +12,9 @@ from engine.protocol import EngineLoad
 OWN = ""
 """The process that keeps these books, as the holder of a claim."""
 
+STRANGER_TOKENS = 512
+"""Prompt tokens of a request that is nobody's claim, where its engine counts requests alone and no claim shows more."""
+
 
 class Claim:
     """One request on one target."""
@@ -33,6 +36,8 @@ class TargetBooks:
 
     `settle_s` bounds the time from a dispatch to a report that includes it: a claim that was younger when the report
     came is counted beside it. A report older than `stale_s` is not believed, and the claims alone count.
+
+    Engines of other makes count requests and no tokens: what of these is not claimed is taken to be like the claims.
     """
 
     def __init__(self, *, settle_s: float = 0.05, stale_s: float = 2.0) -> None:
@@ -42,6 +47,8 @@ class TargetBooks:
         self._settle_s = settle_s
         self._stale_s = stale_s
         self._loaded_s = 0.0
+        self._tells_tokens = True
+        self._waiting_strange = self._decoding_strange = 0
         self._claims: dict[ClaimKey, Claim] = {}
         # Both in the order in which claims began. Every key of `_young` is one of `_unanswered`, which are all claims.
         self._unanswered: dict[ClaimKey, Claim] = {}
@@ -85,14 +92,17 @@ class TargetBooks:
         self.in_flight -= 1
         self.in_flight_tokens -= claim.prompt_tokens
 
-    def report(self, load: EngineLoad, now_s: float) -> None:
+    def report(self, load: EngineLoad, now_s: float, *, tells_tokens: bool = True) -> None:
         """Take the engine's report: claims that it must have seen are in it now."""
         self.load = load
+        self._tells_tokens = tells_tokens
         self._loaded_s = now_s
         for key, claim in list(self._young.items()):
             if now_s - claim.begun_s < self._settle_s:
                 break
             self._settle(key)
+        if not tells_tokens:
+            self._find_strangers(load)
 
     def fresh_load(self, now_s: float) -> EngineLoad | None:
         return self.load if self.load is not None and now_s - self._loaded_s <= self._stale_s else None
@@ -102,6 +112,8 @@ class TargetBooks:
         load = self.fresh_load(now_s)
         if load is None:
             return self._unanswered_uncached
+        if not self._tells_tokens:
+            return self._unanswered_uncached + self._waiting_strange
         return load.queued_uncached_tokens + self._young_uncached
 
     def view(self, coming_tokens: int, block_size: int, now_s: float) -> tuple[int, int, float]:
@@ -113,6 +125,10 @@ class TargetBooks:
         load = self.fresh_load(now_s)
         if load is None:
             return self._unanswered_uncached, self.in_flight_tokens - self._unanswered_prompt, 0.0
+        if not self._tells_tokens:
+            decoding = self._decoding_strange + self.in_flight_tokens - self._unanswered_prompt
+            usage = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
+            return self._unanswered_uncached + self._waiting_strange, decoding, min(1.0, usage)
         usage = 0.0
         if load.kv_blocks_total:
             coming_blocks = (self._young_uncached + coming_tokens) / block_size
@@ -125,6 +141,14 @@ class TargetBooks:
         if load is None:
             return None
         return load.running + load.waiting + load.waiting_kv - (self.in_flight - len(self._young))
+
+    def _find_strangers(self, load: EngineLoad) -> None:
+        """Note the prompt tokens that wait and that decode for requests which are nobody's claim. Later claims and ends
+        are no news of these: they are counted when the report comes."""
+        count = max(0, load.running + load.waiting - (self.in_flight - len(self._young)))
+        tokens = self.in_flight_tokens // self.in_flight if self.in_flight else STRANGER_TOKENS
+        waiting = min(count, load.waiting)
+        self._waiting_strange, self._decoding_strange = waiting * tokens, (count - waiting) * tokens
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a sum is not that of the claims. For tests."""

@@ -110,8 +110,8 @@ class RoutedPool:
             self.dispatcher.renew_target(target_id)
             self._note_change()
 
-    def report_load(self, target_id: str, load: EngineLoad) -> None:
-        self.dispatcher.report_load(target_id, load)
+    def report_load(self, target_id: str, load: EngineLoad, *, tells_tokens: bool = True) -> None:
+        self.dispatcher.report_load(target_id, load, tells_tokens=tells_tokens)
         self.admission.pump()
 
     async def choose(self, request: GenerateRequest, exclude: Collection[str]) -> Lease:
@@ -122,12 +122,29 @@ class RoutedPool:
         begun_s = time.perf_counter()
         query = self._query(request)
         query_s = time.perf_counter() - begun_s
-        if request.request_id in self._expected_again:
-            del self._expected_again[request.request_id]
-            return await self._lease(query, request, exclude, query_s)
-        ticket = await self._admit(query, request)
+        unfit = [target.target_id for target in self._targets.values() if not _takes(target, request)]
+        if len(unfit) < len(self._targets):  # where none can do what is asked for, one of them says so
+            exclude = {*exclude, *unfit}
+        return await self.place(
+            query, exclude, priority=request.priority, deadline_unix_s=request.deadline_unix_s, query_s=query_s
+        )
+
+    async def place(
+        self,
+        query: Query,
+        exclude: Collection[str],
+        *,
+        priority: int,
+        deadline_unix_s: float | None,
+        query_s: float = 0.0,
+    ) -> Lease:
+        """The same for what is known of a request without its tokens. `query_s` is what making the query took."""
+        if query.request_id in self._expected_again:
+            del self._expected_again[query.request_id]
+            return await self._lease(query, deadline_unix_s, exclude, query_s)
+        ticket = await self._admit(query, priority, deadline_unix_s)
         try:
-            return await self._lease(query, request, exclude, query_s)
+            return await self._lease(query, deadline_unix_s, exclude, query_s)
         finally:
             self.admission.settle(ticket)
             self.admission.pump()
@@ -140,9 +157,8 @@ class RoutedPool:
         return times_s
 
     async def _lease(
-        self, query: Query, request: GenerateRequest, exclude: Collection[str], query_s: float
+        self, query: Query, deadline_unix_s: float | None, exclude: Collection[str], query_s: float
     ) -> RoutedLease:
-        """`query_s` is what making the query took."""
         while True:
             changed = self._changed  # taken before the look at the targets, so that no change is missed
             allowed = [target for name, target in self._targets.items() if name not in exclude]
@@ -161,9 +177,9 @@ class RoutedPool:
                     raise LoadingError("No worker is ready yet.", progress=0.0)
                 await refuse_while_loading(allowed)
             waits = [target.engine.wait_ready() for target in allowed if target.target_id in unreachable]
-            await wait_for_any([*waits, changed.wait()], request.deadline_unix_s, self._patience_s)
+            await wait_for_any([*waits, changed.wait()], deadline_unix_s, self._patience_s)
 
-    async def _admit(self, query: Query, request: GenerateRequest) -> Ticket:
+    async def _admit(self, query: Query, priority: int, deadline_unix_s: float | None) -> Ticket:
         """Return an admitted ticket, at once or when its turn has come."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -172,20 +188,20 @@ class RoutedPool:
                 turn.set_result(None)
 
         # What is cached shows when it is placed: until then the prompt counts whole.
-        ticket = self.admission.offer(query.prompt_tokens, request.priority, end)
+        ticket = self.admission.offer(query.prompt_tokens, priority, end)
         if ticket.state == "admitted":
             return ticket
         try:
-            await self._wait_turn(turn, request.deadline_unix_s)
+            await self._wait_turn(turn, deadline_unix_s)
         except TimeoutError:
             if ticket.state == "waiting":  # else its turn came in the same moment
-                reason: ShedReason = "deadline" if _is_past(request.deadline_unix_s) else "queue_timeout"
+                reason: ShedReason = "deadline" if _is_past(deadline_unix_s) else "queue_timeout"
                 self._give_up(ticket, reason)
                 refusal = self.admission.refusal(reason)
                 raise (DeadlineError(str(refusal)) if reason == "deadline" else refusal) from None
         except BaseException:
             # Its client left, or its deadline interrupted it.
-            self._give_up(ticket, "deadline" if _is_past(request.deadline_unix_s) else None)
+            self._give_up(ticket, "deadline" if _is_past(deadline_unix_s) else None)
             raise
         if ticket.state == "shed":
             raise self.admission.refusal("displaced")
@@ -228,3 +244,9 @@ class RoutedPool:
 
 def _is_past(deadline_unix_s: float | None) -> bool:
     return deadline_unix_s is not None and time.time() >= deadline_unix_s - CLOCK_SLACK_S
+
+
+def _takes(target: WatchedTarget, request: GenerateRequest) -> bool:
+    """Whether the target's engine can do what the request asks for. Targets that do not say can do everything."""
+    takes = getattr(target, "takes", None)
+    return takes is None or bool(takes(request))

@@ -139,7 +139,7 @@ class Supervisor:
         await run.step_forward()
         while True:
             try:
-                return self._hedge(run, await run.wait(lambda: self._pool.choose(run.request, run.full | run.faulty)))
+                return self._hedge(run, await run.wait(lambda: self._pool.choose(run.so_far, run.full | run.faulty)))
             except PressureError as error:
                 if run.faulty:
                     run.faulty.clear()

@@ -129,6 +129,7 @@ async def _fleet(spec: ApiSpec, footing: Footing) -> AsyncGenerator[Fleet, None]
             sharing=footing.sharing,
             gateways=footing.gateways,
             with_events=footing.with_events,
+            foreign=footing.foreign,
         )
     finally:
         await footing.close()

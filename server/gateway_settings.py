@@ -47,6 +47,22 @@ GATEWAY_OWN_SETTINGS: tuple[Setting, ...] = (
         help="The host by which other gateways reach this one; taken from --dispatches-listen unless set.",
         metavar="HOST",
     ),
+    Setting(
+        name="tokenizer",
+        field="tokenizer",
+        section=GATEWAY,
+        config=GatewayConfig,
+        help="The model whose tokenizer engines of other makes have, as `headrace serve` takes it; or MODEL=SOURCE,...",
+        metavar="SOURCE",
+    ),
+    Setting(
+        name="engine-key-file",
+        field="engine_key_file",
+        section=GATEWAY,
+        config=GatewayConfig,
+        help="The API key that engines of other makes ask for.",
+        metavar="FILE",
+    ),
 )
 
 GATEWAY_SETTINGS: tuple[Setting, ...] = (

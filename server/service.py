@@ -65,7 +65,7 @@ class Service:
         failure: HeadraceError = LoadingError("No model is there yet.", progress=0.0)
         for model in self.models.served():
             try:
-                model.require_text()
+                model.check_open()
                 return
             except HeadraceError as error:
                 failure = error
@@ -84,7 +84,7 @@ class Service:
             )
         for model in served:
             if name in (None, model.name):
-                model.require_text()
+                model.check_open()
                 return model
         raise UnknownModelError(str(name), [model.name for model in served if model.name is not None])
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from engine.models.llama_config import LlamaConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Digest(Protocol):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.loader.checkpoint import Digest, TextFiles
+from engine.loader.checkpoint import Digest
 from engine.loader.gguf import GGUFFile
 from engine.loader.gguf_blocks import decode
 from engine.loader.gguf_config import ROPE_DIVISORS, GGUFConfig
-from engine.text.gguf_tokenizer import adds_bos, tokenizer_json
+from engine.loader.gguf_text import gguf_eos_ids, read_gguf_text
 
 _TOP_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -35,7 +35,6 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_END_TOKENS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
 class GGUFCheckpoint:
@@ -50,15 +49,11 @@ class GGUFCheckpoint:
             described = GGUFConfig(self._file)
             self._prefix, self.architecture = described.prefix, described.architecture
             self.config = described.read()
-            self.text = self._read_text()
+            self.eos_ids = gguf_eos_ids(self._file)
+            self.text = read_gguf_text(self._file)
         except ModelError:
             self.close()
             raise
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        found = (self._file.metadata.get(key) for key in _END_TOKENS)
-        return tuple(sorted({token for token in found if isinstance(token, int)}))
 
     @property
     def tensor_names(self) -> Collection[str]:
@@ -81,31 +76,6 @@ class GGUFCheckpoint:
 
     def close(self) -> None:
         self._file.close()
-
-    def _read_text(self) -> TextFiles:
-        metadata = self._file.metadata
-        template = metadata.get("tokenizer.chat_template")
-        bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-        try:
-            tokenizer, add_bos = tokenizer_json(metadata), adds_bos(metadata)
-        except ModelError as error:
-            raise ModelError(f"{self.path}: {error}", hint=error.hint) from error
-        return TextFiles(
-            tokenizer=tokenizer,
-            chat_template=template.encode() if isinstance(template, str) else None,
-            bos_id=bos_id if isinstance(bos_id, int) else None,
-            add_bos=add_bos and isinstance(bos_id, int),
-            special_tokens=self._special_tokens(),
-        )
-
-    def _special_tokens(self) -> dict[str, str]:
-        tokens = self._file.metadata.get("tokenizer.ggml.tokens")
-        named: dict[str, str] = {}
-        for hf_name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-            token_id = self._file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-            if isinstance(tokens, list) and isinstance(token_id, int) and 0 <= token_id < len(tokens):
-                named[f"{hf_name}_token"] = str(tokens[token_id])
-        return named
 
 
 def _hf_name(name: str) -> str:

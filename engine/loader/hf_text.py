@@ -44,6 +44,11 @@ def read_text(directory: Path, config: JsonFile) -> HFText:
     return HFText(files, () if eos_id is None else (eos_id,))
 
 
+def all_eos_ids(config: JsonFile, generation: JsonFile, text: HFText) -> tuple[int, ...]:
+    """Return the end ids that any of a directory's files names."""
+    return tuple(sorted({*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id"), *text.eos_ids}))
+
+
 def _special_tokens(settings: Mapping[str, object]) -> dict[str, str]:
     """A token is given as its text, or as an object that has it under `content`."""
     found: dict[str, str] = {}

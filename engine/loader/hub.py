@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,6 +23,9 @@ Progress = Callable[[int, int], None]
 
 WANTED = ("*.json", "*.jinja", "model*.safetensors")
 """Of the repository's top folder: other folders and names hold other formats of the same weights."""
+
+TEXT = ("*.json", "*.jinja")
+"""Of these, what is no weights."""
 
 WEIGHTS = ".safetensors"
 GGUF = ".gguf"
@@ -84,6 +87,16 @@ def fetch(model: HubModel, on_progress: Progress, cache_dir: Path | None = None)
     if not any(name.endswith(WEIGHTS) for name in files.sizes):
         raise _without_safetensors(model, listed.sizes)
     return hub.download(files, on_progress)
+
+
+def fetch_text(model: HubModel, cache_dir: Path | None = None) -> Path:
+    """Return a directory with the repository's text files, fetching what the cache lacks. Raises ModelError."""
+    hub = _Hub(model, cache_dir)
+    listed = hub.list_files()
+    if listed is None:
+        return hub.cached(TEXT)
+    sizes = {name: size for name, size in listed.sizes.items() if _is_wanted(name, TEXT)}
+    return hub.download(_Files(listed.commit, sizes), lambda done, total: None)
 
 
 def chosen_gguf(model: HubModel, names: Collection[str]) -> str:
@@ -183,11 +196,11 @@ class _Hub:
                 raise
             raise self._download_error(error) from error
 
-    def cached(self) -> Path:
+    def cached(self, patterns: Sequence[str] = WANTED) -> Path:
         """Return the directory of an earlier download, or its file."""
         try:
             if self._model.file is None:
-                return self._snapshot(WANTED, local_files_only=True)
+                return self._snapshot(patterns, local_files_only=True)
             directory = self._snapshot((), local_files_only=True)  # of any completeness: files are asked for alone
             names = {str(path.relative_to(directory)) for path in directory.rglob(f"*{GGUF}")}
             return directory / chosen_gguf(self._model, names)
@@ -259,8 +272,8 @@ class _Hub:
         return error
 
 
-def _is_wanted(name: str) -> bool:
-    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in WANTED)
+def _is_wanted(name: str, patterns: Sequence[str] = WANTED) -> bool:
+    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _is_transfer_error(error: Exception) -> bool:

@@ -25,10 +25,11 @@ from engine.loader.random_weights import RandomCheckpoint
 from engine.loader.safetensors import SafetensorsCheckpoint
 from engine.loader.sources import find_model
 from engine.loader.template_file import template_source
+from engine.loader.text_only import text_assets
 from engine.models.base import Model
 from engine.models.llama import Llama
 from engine.models.registry import MODELS
-from engine.protocol import AssetRef, KVGroupSpec, TextAssets
+from engine.protocol import KVGroupSpec, TextAssets
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import TextCodec
 
@@ -169,16 +170,7 @@ def _text_assets(checkpoint: Checkpoint, chat_template: str | None) -> tuple[Tex
     if files.bos_id is not None and not 0 <= files.bos_id < vocab_size:
         raise ModelError(f"{checkpoint.path}: the BOS token {files.bos_id} is outside the vocabulary [0, {vocab_size})")
     template = files.chat_template if chat_template is None else template_source(chat_template)
-    codec = _checked_codec(files, template, checkpoint)
-    contents = {hashlib.sha256(data).hexdigest(): data for data in (files.tokenizer, template) if data is not None}
-    text = TextAssets(
-        tokenizer=_asset(files.tokenizer),
-        chat_template=None if template is None else _asset(template),
-        bos_id=files.bos_id,
-        add_bos=files.add_bos,
-        special_tokens=files.special_tokens,
-    )
-    return codec, text, contents
+    return _checked_codec(files, template, checkpoint), *text_assets(files, template)
 
 
 def _checked_codec(files: TextFiles, template: bytes | None, checkpoint: Checkpoint) -> TextCodec:
@@ -194,10 +186,6 @@ def _checked_codec(files: TextFiles, template: bytes | None, checkpoint: Checkpo
         raise ModelError(f"{checkpoint.path}: {error}") from error
     except ModelError as error:
         raise ModelError(f"{checkpoint.path}: {error}", hint=error.hint) from error
-
-
-def _asset(data: bytes) -> AssetRef:
-    return AssetRef(hashlib.sha256(data).hexdigest(), len(data))
 
 
 def _fill(module: Model, checkpoint: Checkpoint, on_progress: OnProgress) -> str:

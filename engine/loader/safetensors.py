@@ -14,7 +14,7 @@ from engine.errors import ModelError
 from engine.loader.checkpoint import Digest
 from engine.loader.files import open_regular
 from engine.loader.hf_config import architecture_of, decoder_config, sampling_defaults
-from engine.loader.hf_text import read_text
+from engine.loader.hf_text import all_eos_ids, read_text
 from engine.loader.json_file import JsonFile
 from engine.loader.shards import SINGLE_FILE, sharded
 from engine.models.llama_config import ARCHITECTURES
@@ -33,8 +33,7 @@ class SafetensorsCheckpoint:
         self.config = decoder_config(config_file, self.architecture)
         text = read_text(directory, config_file)
         self.text = text.files
-        ends = {*config_file.token_ids("eos_token_id"), *generation.token_ids("eos_token_id"), *text.eos_ids}
-        self.eos_ids = tuple(sorted(ends))
+        self.eos_ids = all_eos_ids(config_file, generation, text)
         self.generation_defaults = sampling_defaults(generation)
         self._file_of = _files_by_tensor(directory)
         self._open = {path: _open_shard(path) for path in sorted(set(self._file_of.values()))}

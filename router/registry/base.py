@@ -15,6 +15,9 @@ from router.values import Role, TargetState
 Dialect = Literal["headrace", "auto", "openai", "sglang", "llama_server", "text"]
 """What a worker speaks: our wire, or one of the languages of engines that are not ours (server/foreign)."""
 
+LISTED = "listed"
+"""The incarnation of a worker that somebody else wrote down: which process answers there, only its server knows."""
+
 
 class RankAddress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where one DP rank is reached: `wire` for requests, `events` its KV events (PUB), `events_replay` their replay,
@@ -35,12 +38,13 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     `compatibility` is the hex digest of what two workers must share to continue each other's requests
     (router/registry/compat.py); empty until the model is loaded. `numerics` may differ between compatible workers, at
     the price of inexact migration. `public_key` (Z85, CURVE) authenticates the worker's sockets. `pid` is set when the
-    worker runs on this machine for a launcher. A worker with another `dialect` than our own is spoken to at `http_url`;
-    it has no ranks and announces nothing itself.
+    worker runs on this machine for a launcher. A worker with another `dialect` than our own is spoken to at `http_url`,
+    has no ranks and announces nothing itself: somebody writes its record. `events` and `events_replay` are where such
+    a worker publishes KV events, under `events_topic`.
     """
 
     worker_id: str
-    incarnation: str
+    incarnation: str = LISTED
     model: str
     role: Role = "both"
     state: TargetState = "starting"
@@ -51,6 +55,14 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     public_key: str | None = None
     pid: int | None = None
     dialect: Dialect = "headrace"
+    events: str | None = None
+    events_replay: str | None = None
+    events_topic: str = ""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it speaks our wire."""
+        return self.dialect == "headrace"
 
 
 class GatewayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

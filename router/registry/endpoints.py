@@ -1,5 +1,7 @@
 """Records that workers and gateways tell over their own HTTP ports: GET /worker and GET /gateway.
 
+Engines of other makes tell no record: one is made of the models that they list.
+
 For registries that know addresses only. A base URL that does not answer keeps the record that it told last: whether a
 worker is alive, its wire tells better than a poll.
 """
@@ -7,12 +9,23 @@ worker is alive, its wire tells better than a poll.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import msgspec
+
 from engine.errors import ConfigError
-from router.registry.base import GatewayRecord, WorkerRecord
-from router.registry.records import MAX_RECORD_BYTES, MAX_RECORDS, RecordError, Sieve, decode_record
+from router.registry.base import Dialect, GatewayRecord, WorkerRecord
+from router.registry.records import (
+    MAX_RECORD_BYTES,
+    MAX_RECORDS,
+    RecordError,
+    Sieve,
+    check_record,
+    decode_record,
+    split_worker_url,
+)
 
 if TYPE_CHECKING:
     import aiohttp
@@ -22,6 +35,8 @@ R = TypeVar("R", WorkerRecord, GatewayRecord)
 POLL_INTERVAL_S = 1.0
 ANSWER_TIMEOUT_S = 2.0
 POLLS_AT_ONCE = 32
+
+MODELS_PATH = "/v1/models"
 
 PATHS: dict[type[WorkerRecord] | type[GatewayRecord], str] = {WorkerRecord: "/worker", GatewayRecord: "/gateway"}
 
@@ -60,15 +75,42 @@ class Endpoints(Generic[R]):
         async with self._slots:
             try:
                 timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-                address = url.rstrip("/") + PATHS[self._kind]
+                dialect, base = split_worker_url(url)
+                address = base.rstrip("/") + (PATHS[self._kind] if dialect == "headrace" else MODELS_PATH)
                 async with self._session.get(address, timeout=timeout, allow_redirects=False) as response:
                     if response.status != 200:
                         return self._sieve.complain(url, f"it answers with status {response.status}")
-                    self._last[url] = decode_record(await _body(response), self._kind)
+                    body = await _body(response)
+                ours = dialect == "headrace"
+                record = decode_record(body, self._kind) if ours else _other_record(base, dialect, body)
+                assert isinstance(record, self._kind), "only workers have such addresses"
+                self._last[url] = record
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 self._sieve.complain(url, f"it does not answer ({type(error).__name__})")
             except RecordError as error:
                 self._sieve.complain(url, error)
+
+
+class Card(msgspec.Struct, frozen=True):
+    id: str
+
+
+class Cards(msgspec.Struct, frozen=True):
+    data: list[Card]
+
+
+def _other_record(base: str, dialect: Dialect, body: bytes) -> WorkerRecord:
+    """Return the record of a server for the first model that it lists. Raises RecordError."""
+    try:
+        cards = msgspec.json.decode(body, type=Cards).data
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(f"it lists no models: {str(error)[:200]}") from None
+    if not cards:
+        raise RecordError("it lists no models")
+    worker_id = re.sub(r"[^A-Za-z0-9._:-]", "-", base.partition("://")[2])[:128]
+    record = WorkerRecord(worker_id=worker_id, model=cards[0].id, http_url=base, dialect=dialect)
+    check_record(record)
+    return record
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:

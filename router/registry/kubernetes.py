@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from router.registry.background import Background
-from router.registry.base import GatewayRecord, Record, WorkerRecord
+from router.registry.base import Dialect, GatewayRecord, Record, WorkerRecord
 from router.registry.board import Board
 from router.registry.endpoints import POLL_INTERVAL_S, Endpoints, open_http
 from router.registry.kubernetes_access import KubernetesAccess
@@ -27,11 +27,12 @@ R = TypeVar("R", WorkerRecord, GatewayRecord)
 
 @dataclass(frozen=True)
 class Service:
-    """`port` is the name or number of the HTTP port in the service's slices."""
+    """`port` is the name or number of the HTTP port in the service's slices, `dialect` what the pods speak."""
 
     namespace: str
     name: str
     port: str = "http"
+    dialect: Dialect = "headrace"
 
 
 class KubernetesRegistry:
@@ -117,7 +118,9 @@ class _ServiceReader(Generic[R]):
             if not self._is_listed:
                 return  # the cluster has not told yet; an empty list would be a claim
         self._moved.clear()
-        addresses = {f"http://{address.authority}": address for address in self._watch.addresses}
+        assert self._service is not None
+        prefix = "" if self._service.dialect == "headrace" else f"{self._service.dialect}+"
+        addresses = {f"{prefix}http://{address.authority}": address for address in self._watch.addresses}
         told = await self._endpoints.poll(addresses)
         self._board.post(self._sieve.unique((url, _as_seen(record, addresses[url])) for url, record in told))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import cast
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from engine.errors import ConfigError
-from router.registry.base import Registry
+from router.registry.base import Dialect, Registry
 from router.registry.kubernetes import KubernetesRegistry, Service
+from router.registry.records import split_worker_url
 from router.registry.static import StaticRegistry
 from router.registry.valkey import ValkeyRegistry
 
@@ -16,10 +18,11 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,63}")
 KUBERNETES = re.compile(
     r"k8s:(?P<namespace>[a-z0-9-]{1,63})/(?P<service>[a-z0-9-]{1,63})(:(?P<port>[a-z0-9-]{1,63}))?"
     r"(\?gateways=(?P<gateways>[a-z0-9-]{1,63})(:(?P<gateways_port>[a-z0-9-]{1,63}))?)?"
+    r"([?&]dialect=(?P<dialect>auto|openai|sglang|llama_server|text))?"
 )
 FORMS = (
     "Give static:FILE, static:URL,URL, redis://HOST:PORT/DB (also rediss, valkey, unix; ?namespace=NAME), or"
-    " k8s:NAMESPACE/SERVICE:PORT (?gateways=SERVICE)."
+    " k8s:NAMESPACE/SERVICE:PORT (?gateways=SERVICE&dialect=NAME)."
 )
 
 
@@ -40,7 +43,7 @@ def open_registry(spec: str) -> Registry:
 
 
 def _static(rest: str) -> StaticRegistry:
-    if rest.startswith(("http://", "https://")):
+    if split_worker_url(rest)[1].startswith(("http://", "https://")):
         return StaticRegistry(urls=[url.strip() for url in rest.split(",") if url.strip()])
     if not rest:
         raise ConfigError("static: needs a file or a list of URLs.", hint=FORMS)
@@ -68,4 +71,5 @@ def _kubernetes(spec: str) -> KubernetesRegistry:
     gateways = None
     if found["gateways"]:
         gateways = Service(namespace, found["gateways"], found["gateways_port"] or "http")
-    return KubernetesRegistry(Service(namespace, found["service"], found["port"] or "http"), gateways)
+    dialect = cast(Dialect, found["dialect"] or "headrace")
+    return KubernetesRegistry(Service(namespace, found["service"], found["port"] or "http", dialect), gateways)

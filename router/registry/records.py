@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
 
-from router.registry.base import GatewayRecord, Record, WorkerRecord
+from router.registry.base import Dialect, GatewayRecord, Record, WorkerRecord
 
 log = logging.getLogger("headrace.registry")
 
@@ -28,6 +28,7 @@ MAX_TEXT_CHARACTERS = 512
 ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 DIGEST = re.compile(r"([0-9a-f]{8,128})?")
 PUBLIC_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+OTHER_URL = re.compile(r"(auto|openai|sglang|llama_server|text)\+(.*)")
 ZMQ_ADDRESS = re.compile(r"tcp://[^\s/]{1,255}:[0-9]{1,5}|ipc://\S{1,255}")
 
 
@@ -80,6 +81,11 @@ def _check_worker(record: WorkerRecord) -> None:
     _check(record.http_url is None or is_http_url(record.http_url), "http_url")
     _check(record.pid is None or 0 < record.pid < 2**31, "pid")
     _check(len(record.ranks) <= MAX_RANKS, "ranks")
+    _check(record.is_ours or record.http_url is not None, "http_url")
+    _check(record.is_ours or not record.ranks, "ranks")
+    places = (record.events, record.events_replay)
+    _check(all(place is None or ZMQ_ADDRESS.fullmatch(place) for place in places), "events")
+    _check(len(record.events_topic) <= MAX_TEXT_CHARACTERS and record.events_topic.isprintable(), "events_topic")
     numbers = {rank.dp_rank for rank in record.ranks}
     _check(len(numbers) == len(record.ranks) and all(0 <= number < 2**16 for number in numbers), "dp_rank")
     for rank in record.ranks:
@@ -97,6 +103,16 @@ def is_http_url(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query and parts.port != 0
     except ValueError:  # a port that is none, a bracket that is not closed
         return False
+
+
+def split_worker_url(url: str) -> tuple[Dialect, str]:
+    """Return what a worker speaks, and its base URL: `http://...` is one of ours, `openai+http://...` another's."""
+    found = OTHER_URL.fullmatch(url)
+    return ("headrace", url) if found is None else (cast(Dialect, found[1]), found[2])
+
+
+def is_worker_url(url: str) -> bool:
+    return is_http_url(split_worker_url(url)[1])
 
 
 def _check(holds: object, field: str) -> None:

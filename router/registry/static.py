@@ -1,6 +1,7 @@
 """A list that somebody wrote: in the registry's own name, or in a file that is watched for changes.
 
-An entry is the base URL of a worker's or a gateway's HTTP port, which tells the record, or a whole record.
+An entry is the base URL of a worker's or a gateway's HTTP port, which tells the record, or a whole record. Behind a
+dialect and a plus the URL is of an engine of another make.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from router.registry.background import Background
 from router.registry.base import GatewayRecord, Record, WorkerRecord
 from router.registry.board import Board
 from router.registry.endpoints import POLL_INTERVAL_S, Endpoints, open_http
-from router.registry.records import RecordError, Sieve, convert_record, is_http_url, record_id
+from router.registry.records import RecordError, Sieve, convert_record, is_http_url, is_worker_url, record_id
 
 if TYPE_CHECKING:
     import aiohttp
@@ -73,7 +74,7 @@ class StaticRegistry:
         self._background: Background | None = None
         if path is None:
             for url in urls:
-                if not is_http_url(url):
+                if not is_worker_url(url):
                     raise ConfigError(f"{url[:200]!r} is no base URL of a worker.", hint="Give http://HOST:PORT.")
         else:
             try:
@@ -133,7 +134,7 @@ class StaticRegistry:
             self._worker_urls = Endpoints(self._session, WorkerRecord)
             self._gateway_urls = Endpoints(self._session, GatewayRecord)
         self._told_workers, self._told_gateways = await asyncio.gather(
-            self._worker_urls.poll(filter(is_http_url, urls)),
+            self._worker_urls.poll(filter(is_worker_url, urls)),
             self._gateway_urls.poll(filter(is_http_url, gateway_urls)),
         )
 
@@ -158,7 +159,7 @@ class StaticRegistry:
         for number, entry in enumerate(entries, start=1):
             source = f"entry {number}"
             if isinstance(entry, str):
-                if not is_http_url(entry):
+                if not (is_worker_url if kind is WorkerRecord else is_http_url)(entry):
                     self._sieve.complain(source, "it is no base URL")
                 continue
             try:

@@ -8,19 +8,26 @@ from engine.errors import ConfigError
 from engine.wire.curve import KeyPair
 from router.registry.base import GatewayRecord
 from server.config import GatewayConfig
+from server.foreign.settings import ForeignSettings, read_engine_key, tokenizers_of
 from server.wire_access import check_not_open, read_wire_keys
 from server.worker.addresses import advertised_addresses
 
 
 class Discovery(msgspec.Struct, frozen=True, kw_only=True):
     """What an API process of a gateway is told. `announced` are the gateway's own records, one for each API process;
-    without them it tells nobody but its own processes what it dispatches."""
+    without them it tells nobody but its own processes what it dispatches. `tokenizers` are by model."""
 
     register: str
     wire_key_file: str | None = None
     wire_clients_file: str | None = None
     listen: tuple[str, ...] = ()
     announced: tuple[GatewayRecord, ...] = ()
+    tokenizers: dict[str, str] = {}
+    engine_key_file: str | None = None
+
+    @property
+    def foreign(self) -> ForeignSettings:
+        return ForeignSettings(tokenizers=self.tokenizers, api_key=read_engine_key(self.engine_key_file))
 
     @property
     def keys(self) -> KeyPair | None:
@@ -33,8 +40,13 @@ def discovery_of(config: GatewayConfig, incarnation: str) -> Discovery:
         raise ConfigError("A gateway needs --register.", hint="Where do its workers register? See docs/discovery.md.")
     keys = read_wire_keys(config.wire_key_file, config.wire_clients_file)
     known = Discovery(
-        register=config.register, wire_key_file=config.wire_key_file, wire_clients_file=config.wire_clients_file
+        register=config.register,
+        wire_key_file=config.wire_key_file,
+        wire_clients_file=config.wire_clients_file,
+        tokenizers=tokenizers_of(config.tokenizer),
+        engine_key_file=config.engine_key_file,
     )
+    read_engine_key(config.engine_key_file)
     if config.dispatches_listen is None:
         return known
     if keys is None:

@@ -15,16 +15,24 @@ import zmq
 
 from engine.wire.curve import KeyPair, secure_client
 from router.decision import Decision
-from router.registry.base import GatewayRecord, Registry, WorkerRecord
+from router.registry.base import GatewayRecord, RankAddress, Registry, WorkerRecord
 from router.registry.compat import CompatibilityGate, compatibility_digest
 from router.sharing import DispatchSharing, peers_of
 from router.values import TargetState
 from server.config import RoutingConfig
-from server.fleet.link import RankLink, target_id
+from server.fleet.foreign_link import ForeignLink
+from server.fleet.link import FleetLink, RankLink, target_id
 from server.fleet.model_pool import ModelPool, stop
+from server.foreign.gate import ForeignGate
+from server.foreign.settings import ForeignSettings
+from server.foreign.texts import PoolText, Texts
+from server.foreign.worker import HEALTH_INTERVAL_S
 from server.served_model import ServedModel
 
 log = logging.getLogger("headrace.fleet")
+
+HEALTH_LOOKS = 5
+"""How often the health of a worker of another make is looked at within the time after which it counts as stalled."""
 
 
 class Fleet:
@@ -33,6 +41,7 @@ class Fleet:
 
     `gateways` are peers that the registry need not list. It is not ready before its peers have told what they have
     under way, or are silent. Without `with_events` nothing publishes what it caches, and prompts are not looked up.
+    `foreign` is what workers of other makes need.
     """
 
     def __init__(
@@ -44,6 +53,7 @@ class Fleet:
         sharing: DispatchSharing | None = None,
         gateways: Sequence[GatewayRecord] = (),
         with_events: bool = True,
+        foreign: ForeignSettings | None = None,
     ) -> None:
         self.pools: dict[str, ModelPool] = {}
         self.opened = asyncio.Event()
@@ -58,8 +68,11 @@ class Fleet:
         self._context: zmq.Context[zmq.Socket[Any]] = zmq.Context()
         self._gate = CompatibilityGate()
         self._records: tuple[WorkerRecord, ...] = ()
-        self._foreign: set[str] = set()
-        self._links: dict[str, RankLink] = {}
+        self._links: dict[str, FleetLink] = {}
+        self._foreign = foreign or ForeignSettings()
+        self._foreign_gate = ForeignGate()
+        self._texts = Texts(self._foreign.tokenizers, self._reconcile)
+        self._told_textless: set[str] = set()
         self._changes: set[asyncio.Task[None]] = set()
         self._waits: set[asyncio.Task[None]] = set()
         self._watches: list[asyncio.Task[None]] = []
@@ -70,7 +83,7 @@ class Fleet:
         return [pool.model for pool in self.pools.values()]
 
     @property
-    def links(self) -> Sequence[RankLink]:
+    def links(self) -> Sequence[FleetLink]:
         """All ranks that are connected to, also those that may not serve."""
         return list(self._links.values())
 
@@ -91,8 +104,9 @@ class Fleet:
             await asyncio.wait(self._changes)
         for pool in self.pools.values():
             await pool.close()
+        await self._texts.close()
         for link in self._links.values():
-            link.close()
+            await link.close()
         self._context.term()
 
     def _find_decisions(self, request_id: str) -> list[Decision]:
@@ -100,7 +114,7 @@ class Fleet:
 
     async def _watch_workers(self) -> None:
         async for records in self._registry.watch():
-            self._records = tuple(record for record in records if self._is_spoken(record))
+            self._records = records
             self._connect()
             self._reconcile()
 
@@ -110,22 +124,13 @@ class Fleet:
             await sharing.wait_synced()
             self._is_synced = True
 
-    def _is_spoken(self, record: WorkerRecord) -> bool:
-        """Whether the worker is one of ours. Others are told once."""
-        if record.dialect == "headrace":
-            return True
-        if record.worker_id not in self._foreign:
-            self._foreign.add(record.worker_id)
-            log.warning("worker %s speaks %s and is not used: gateways route to ours", record.worker_id, record.dialect)
-        return False
-
     def _connect(self) -> None:
         """Have one link for every listed rank, and none for any other."""
         listed = {
-            target_id(record.worker_id, rank.dp_rank): (record, rank)
+            target_id(record.worker_id, 0 if rank is None else rank.dp_rank): (record, rank)
             for record in self._records
             if record.state != "dead"
-            for rank in record.ranks
+            for rank in (record.ranks if record.is_ours else (None,))
         }
         for name, link in list(self._links.items()):
             entry = listed.get(name)
@@ -138,10 +143,16 @@ class Fleet:
             _keep(self._waits, link.retire())
         for name, (record, rank) in listed.items():
             if name not in self._links:
-                self._links[name] = link = RankLink(record, rank, self._keys, self._changed)
+                self._links[name] = link = self._link(record, rank)
                 link.open()
 
-    def _changed(self, link: RankLink, is_new_process: bool) -> None:
+    def _link(self, record: WorkerRecord, rank: RankAddress | None) -> FleetLink:
+        if rank is not None:
+            return RankLink(record, rank, self._keys, self._changed)
+        interval_s = min(HEALTH_INTERVAL_S, self._config.stall_timeout_s / HEALTH_LOOKS)
+        return ForeignLink(record, self._changed, api_key=self._foreign.api_key, health_interval_s=interval_s)
+
+    def _changed(self, link: FleetLink, is_new_process: bool) -> None:
         if self._links.get(link.target_id) is not link:
             return
         if is_new_process and (pool := self.pools.get(link.record.model)) is not None:
@@ -150,22 +161,67 @@ class Fleet:
 
     def _reconcile(self) -> None:
         """Let serve who may: listed, compatible with the others of its model, and not at its end."""
-        known = [_as_known(record, self._links) for record in self._records]
+        known = [_as_known(record, self._links) for record in self._records if record.is_ours]
         admitted = self._gate.admit(known)
+        others = {record.model for record in self._records if not record.is_ours}
         for record in admitted:
             pool = self._pool(record.model)
+            if pool.is_relayed:
+                continue
             for rank in record.ranks:
                 link = self._links.get(target_id(record.worker_id, rank.dp_rank))
                 if link is not None:
                     pool.use(link, _target_state(record, link))
                     pool.learn(link)
-        allowed = {record.worker_id for record in admitted}
+                    if link.info is not None and record.model in others:
+                        self._texts.offer(record.model, link.engine, link.info)
+        allowed = {record.worker_id for record in admitted if not self._pool(record.model).is_relayed}
+        for link in list(self._links.values()):
+            if isinstance(link, ForeignLink) and self._use_foreign(link):
+                allowed.add(link.record.worker_id)
         for pool in self.pools.values():
             for link in list(pool.links.values()):
                 if link.record.worker_id not in allowed:
                     _keep(self._changes, pool.drop(link.target_id))
 
-    def _pool(self, model: str) -> ModelPool:
+    def _use_foreign(self, link: ForeignLink) -> bool:
+        """Let a worker of another make serve if it may. Returns whether it may, as far as is known."""
+        record, facts = link.record, link.facts
+        if facts is None:
+            # What it is its record may say before it can be reached: the model is known then, and loading.
+            if record.dialect != "auto":
+                self._pool(record.model, is_relayed=record.dialect == "text")
+            return True
+        is_relay = facts.dialect == "text"
+        pool, text = self._pool(record.model, is_relayed=is_relay), None
+        expected = next((one.probe for one in pool.links.values() if isinstance(one, ForeignLink) and one.probe), None)
+        if not is_relay:
+            if (text := self._text_of(record)) is None:
+                return True
+            expected = text.probe
+        if not self._foreign_gate.admits(record, facts, expected, relayed=pool.is_relayed):
+            return False
+        link.serve(text)
+        pool.use(link, _target_state(record, link))
+        pool.learn(link)
+        return True
+
+    def _text_of(self, record: WorkerRecord) -> PoolText | None:
+        """Return what turns text into the worker's token ids and back; say once where nothing does."""
+        model = record.model
+        self._texts.want(model)
+        has_own = any(one.model == model and one.is_ours for one in self._records)
+        if not has_own and not self._texts.has_source(model) and record.worker_id not in self._told_textless:
+            self._told_textless.add(record.worker_id)
+            log.warning(
+                "worker %s is not used: nothing here knows the tokenizer of %s. Give --tokenizer, or list it with the"
+                " dialect text",
+                record.worker_id,
+                model,
+            )
+        return self._texts.get(model)
+
+    def _pool(self, model: str, *, is_relayed: bool = False) -> ModelPool:
         pool = self.pools.get(model)
         if pool is None:
             pool = self.pools[model] = ModelPool(
@@ -176,6 +232,7 @@ class Fleet:
                 sharing=self._sharing,
                 with_events=self._with_events,
                 is_open=lambda: self._is_synced,
+                is_relayed=is_relayed,
             )
             pool.start()
             _keep(self._waits, self._note_opened(pool.model))
@@ -197,7 +254,7 @@ def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> No
     task.add_done_callback(tasks.discard)
 
 
-def _as_known(record: WorkerRecord, links: dict[str, RankLink]) -> WorkerRecord:
+def _as_known(record: WorkerRecord, links: dict[str, FleetLink]) -> WorkerRecord:
     """Return the record with what its engine says of itself, where the worker has not told it."""
     if record.compatibility:
         return record
@@ -209,7 +266,7 @@ def _as_known(record: WorkerRecord, links: dict[str, RankLink]) -> WorkerRecord:
     return record
 
 
-def _target_state(record: WorkerRecord, link: RankLink) -> TargetState:
+def _target_state(record: WorkerRecord, link: FleetLink) -> TargetState:
     """A rank whose engine cannot be reached keeps its state: whether it can, its pool asks it."""
     if record.state in ("draining", "dead"):
         return record.state

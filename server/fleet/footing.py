@@ -15,6 +15,7 @@ from router.sharing import DispatchSharing
 from server.api_spec import ApiSpec
 from server.fleet.discovery import Discovery
 from server.fleet.local import LocalRegistry
+from server.foreign.settings import ForeignSettings
 from server.sharing_keys import SharingKeys
 
 
@@ -31,6 +32,7 @@ class Footing:
     with_events: bool = True
     context: zmq.Context[Any] | None = None
     announcement: Announcement | None = None
+    foreign: ForeignSettings | None = None
 
     async def open(self) -> None:
         if self.sharing is not None:
@@ -62,10 +64,10 @@ def _of_gateway(spec: ApiSpec, discovery: Discovery) -> Footing:
     registry, keys = open_registry(discovery.register), discovery.keys
     if not discovery.announced:
         sharing = DispatchSharing(spec.gateways[spec.index].dispatches) if len(spec.gateways) > 1 else None
-        return Footing(registry, keys, sharing, spec.gateways)
+        return Footing(registry, keys, sharing, spec.gateways, foreign=discovery.foreign)
     context: zmq.Context[Any] = zmq.Context()
     clients = None if discovery.wire_clients_file is None else Path(discovery.wire_clients_file)
     sharing_keys = None if keys is None else SharingKeys(context, keys, clients)
     sharing = DispatchSharing(discovery.listen[spec.index], context=context, keys=sharing_keys)
     own = discovery.announced[spec.index]
-    return Footing(registry, keys, sharing, discovery.announced, own, context=context)
+    return Footing(registry, keys, sharing, discovery.announced, own, context=context, foreign=discovery.foreign)

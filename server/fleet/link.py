@@ -1,17 +1,23 @@
-"""The connection to one rank of one worker, and what has been learnt over it. One link lives as long as its address."""
+"""The connection to one rank of one worker, and what has been learnt over it. One link lives as long as its address.
+
+What all connections have in common is `FleetLink`; those to workers of other makes are server/fleet/foreign_link.py's.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from engine.protocol import EngineInfo
-from engine.wire.client import RemoteEngine
+from engine.protocol import Admin, EngineInfo, EngineLoad
+from engine.wire.client import RemoteEngine, RemoteState
 from engine.wire.curve import KeyPair
+from router.readiness import WatchedEngine
 from router.registry.base import RankAddress, WorkerRecord
+from router.registry.compat import compatibility_digest
 
 RETIRE_POLL_S = 0.2
 RETIRE_SILENT_LOOKS = 150
@@ -22,8 +28,78 @@ def target_id(worker_id: str, dp_rank: int) -> str:
     return f"{worker_id}/{dp_rank}"
 
 
+class EventsPlace(NamedTuple):
+    """Where a target's KV events are read. `public_key` secures the sockets; `is_foreign` is for publishers whose
+    hashes are not our keys."""
+
+    address: str
+    replay: str | None
+    public_key: str | None = None
+    is_foreign: bool = False
+    topic: str = ""
+
+
+class FleetEngine(WatchedEngine, Admin, Protocol):
+    """An engine somewhere else. `frames_received` grows with whatever it says."""
+
+    on_load: Callable[[EngineLoad], None] | None
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def frames_received(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    def state(self) -> RemoteState: ...
+
+    def give_up(self, reason: str) -> None: ...
+
+
+class FleetLink(Protocol):
+    """A `Target` and its connection. `info` is what the engine has said of itself, while it can be reached; `digest`
+    what decides with whom it may serve, once it is known; `tells_tokens` whether its load counts tokens."""
+
+    record: WorkerRecord
+
+    @property
+    def target_id(self) -> str: ...
+
+    @property
+    def engine(self) -> FleetEngine: ...
+
+    @property
+    def dp_rank(self) -> int: ...
+
+    @property
+    def info(self) -> EngineInfo | None: ...
+
+    @property
+    def digest(self) -> str | None: ...
+
+    @property
+    def events(self) -> EventsPlace | None: ...
+
+    @property
+    def tells_tokens(self) -> bool: ...
+
+    def leads_to(self, record: WorkerRecord, rank: RankAddress | None) -> bool: ...
+
+    def open(self) -> None: ...
+
+    async def close(self) -> None:
+        """Its streams end with EngineDiedError."""
+        ...
+
+    async def retire(self) -> None: ...
+
+
 class RankLink:
     """A `Target`. `on_change(link, is_new_process)` is called whenever the engine's state changes, and at first."""
+
+    tells_tokens = True
 
     def __init__(
         self,
@@ -40,8 +116,10 @@ class RankLink:
         self._on_change = on_change
         self._watch: asyncio.Task[None] | None = None
 
-    def leads_to(self, record: WorkerRecord, rank: RankAddress) -> bool:
+    def leads_to(self, record: WorkerRecord, rank: RankAddress | None) -> bool:
         """Whether it is the connection that a record asks for. Which process answers there is learnt over it."""
+        if rank is None:
+            return False
         same_process = msgspec.structs.replace(rank, incarnation=self.rank.incarnation)
         return (same_process, record.public_key, record.model) == (self.rank, self.record.public_key, self.record.model)
 
@@ -50,11 +128,25 @@ class RankLink:
         """What the engine has said of itself, while it can be reached."""
         return self.engine.state().info
 
+    @property
+    def dp_rank(self) -> int:
+        return self.rank.dp_rank
+
+    @property
+    def digest(self) -> str | None:
+        return self.record.compatibility or (None if self.info is None else compatibility_digest(self.info))
+
+    @property
+    def events(self) -> EventsPlace | None:
+        if self.rank.events is None:
+            return None
+        return EventsPlace(self.rank.events, self.rank.events_replay, self.record.public_key)
+
     def open(self) -> None:
         self.engine.open()
         self._watch = asyncio.create_task(self._follow())
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Its streams end with EngineDiedError."""
         if self._watch is not None:
             self._watch.cancel()

@@ -11,7 +11,6 @@ from typing import Any
 import zmq
 
 from engine.protocol import CachedTokens
-from engine.wire.client import RemoteEngine
 from router.admission import AdmissionLimits
 from router.dispatcher import Dispatcher
 from router.feed import IndexFeed
@@ -24,10 +23,11 @@ from router.supervisor import Supervisor
 from router.values import Hit, TargetState
 from server.config import RoutingConfig
 from server.fleet.admin import EveryAdmin
-from server.fleet.link import RankLink
+from server.fleet.link import FleetEngine, FleetLink
 from server.fleet.metrics import TargetsCollector
 from server.fleet.readiness import EnginesReadiness
 from server.fleet.stalls import StallWatch
+from server.foreign.relay_supervisor import RelaySupervisor
 from server.served_model import ServedModel
 
 SMALL_INDEX_BLOCKS = 1024
@@ -37,7 +37,8 @@ Secure = Callable[[zmq.Socket[Any], str], None]
 
 
 class ModelPool:
-    """`links` are the targets in use. The fleet adds and removes them; `close` at the end."""
+    """`links` are the targets in use. The fleet adds and removes them; `close` at the end. A pool that `is_relayed` has
+    servers that give text only: what they answer is passed on."""
 
     def __init__(
         self,
@@ -49,9 +50,11 @@ class ModelPool:
         sharing: DispatchSharing | None = None,
         with_events: bool = True,
         is_open: Callable[[], bool] = lambda: True,
+        is_relayed: bool = False,
     ) -> None:
         self.name = name
-        self.links: dict[str, RankLink] = {}
+        self.is_relayed = is_relayed
+        self.links: dict[str, FleetLink] = {}
         rng, clock = random.Random(), time.monotonic
         index = PrefixIndex(config.index_blocks if with_events else SMALL_INDEX_BLOCKS, clock)
         self.feed = IndexFeed(index, context=context, secure=secure)
@@ -67,6 +70,7 @@ class ModelPool:
         )
         self.pool = RoutedPool(dispatcher, admission_limits=limits)
         self.supervisor = Supervisor(self.pool, hedge_after_s=config.hedge_after_s)
+        relays = RelaySupervisor(self.pool, self.supervisor) if is_relayed else None
         self.readiness = EnginesReadiness(self.engines, is_open)
         admin = EveryAdmin(self.engines)
         targets = TargetsCollector(
@@ -82,11 +86,12 @@ class ModelPool:
             admin=admin,
             collector=targets,
             follow=self.pool.decisions.follow,
+            relays=relays,
         )
         self._stalls = StallWatch(self.engines, config.stall_timeout_s)
         self._watch: asyncio.Task[None] | None = None
 
-    def engines(self) -> list[RemoteEngine]:
+    def engines(self) -> list[FleetEngine]:
         """Those of the targets in use."""
         return [link.engine for link in self.links.values()]
 
@@ -100,14 +105,14 @@ class ModelPool:
         await self.model.close()
         await self.feed.close()
 
-    def use(self, link: RankLink, state: TargetState) -> None:
+    def use(self, link: FleetLink, state: TargetState) -> None:
         """Route to a target, or change its state."""
         if link.target_id in self.links:
             self.pool.set_state(link.target_id, state)
             return
         self.links[link.target_id] = link
         self.pool.add(link, state)
-        link.engine.on_load = lambda load: self.pool.report_load(link.target_id, load)
+        link.engine.on_load = lambda load: self.pool.report_load(link.target_id, load, tells_tokens=link.tells_tokens)
         self.readiness.note_new_engine()
 
     async def drop(self, target_id: str) -> None:
@@ -131,15 +136,22 @@ class ModelPool:
             self.pool.renew(target_id)
             self.learn(link)
 
-    def learn(self, link: RankLink) -> None:
+    def learn(self, link: FleetLink) -> None:
         """Take what an engine says of itself, once it can: all of a pool agree on it. It publishes from then on."""
-        if not self._with_events or link.info is None:
+        if not self._with_events or link.info is None or self.is_relayed:
             return
         if self.pool.block_size is None:
             self.pool.block_size = link.info.block_size
-        rank, name = link.rank, link.target_id
-        if rank.events is not None and not self.feed.follows(name):
-            self.feed.open_target(name, rank.events, rank.events_replay, public_key=link.record.public_key)
+        place, name = link.events, link.target_id
+        if place is not None and not self.feed.follows(name):
+            self.feed.open_target(
+                name,
+                place.address,
+                place.replay,
+                public_key=place.public_key,
+                foreign=place.is_foreign,
+                topic=place.topic,
+            )
 
     def _check_prediction(self, target_id: str, predicted: Hit, cached: CachedTokens, block_size: int) -> None:
         if self.feed.is_synced(target_id):

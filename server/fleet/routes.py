@@ -10,11 +10,10 @@ from engine.errors import RequestError
 from router.decision import Decision
 from router.member import TargetStatus
 from router.registry.base import GatewayRecord
-from router.registry.compat import compatibility_digest
 from router.values import Role
 from server.errors import UnknownRequestError
 from server.fleet.fleet import Fleet
-from server.fleet.link import RankLink
+from server.fleet.link import FleetLink
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,17 +77,17 @@ def fleet_routes(fleet: Fleet) -> APIRouter:
     return router
 
 
-def _view(link: RankLink, status: TargetStatus | None) -> WorkerView:
+def _view(link: FleetLink, status: TargetStatus | None) -> WorkerView:
     info = link.info
     return WorkerView(
         target_id=link.target_id,
         worker_id=link.record.worker_id,
-        dp_rank=link.rank.dp_rank,
+        dp_rank=link.dp_rank,
         model=link.record.model,
         role=link.record.role,
         connection=link.engine.state().state,
-        pid=None if info is None else info.pid,
-        digest=link.record.compatibility or (None if info is None else compatibility_digest(info)),
+        pid=None if info is None else info.pid or None,
+        digest=link.digest,
         numerics=None if info is None else info.numerics_fingerprint,
         status=status,
     )

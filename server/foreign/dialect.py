@@ -37,12 +37,16 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None = None
 
 
+class SkippedTokensError(Exception):
+    """The stream left out the ids of some tokens: they have to be asked for in another way."""
+
+
 class EventReader(Protocol):
     """Reads the events of one answer."""
 
     def read(self, data: bytes) -> Piece | None:
-        """Return what an event's data adds, None for nothing. Raises the error that the event tells, and
-        EngineDiedError for what is none of this language."""
+        """Return what an event's data adds, None for nothing. Raises the error that the event tells, EngineDiedError
+        for what is none of this language, and SkippedTokensError before what it could not tell whole."""
         ...
 
 
@@ -64,6 +68,18 @@ class Dialect(Protocol):
     def body(self, request: GenerateRequest, info: EngineInfo) -> Mapping[str, object]: ...
 
     def reader(self, request: GenerateRequest) -> EventReader: ...
+
+
+class PartDialect(Dialect, Protocol):
+    """A language whose streams may leave out ids, which answers that are not streamed have."""
+
+    def part_body(self, request: GenerateRequest, info: EngineInfo, count: int) -> Mapping[str, object]:
+        """Return what asks for the next tokens, `count` at most, as one whole answer."""
+        ...
+
+    def read_part(self, data: bytes, request: GenerateRequest, info: EngineInfo) -> Piece:
+        """Read such an answer to what is left of `request`. It has a finish reason unless there is more to come."""
+        ...
 
 
 def check_common(request: GenerateRequest) -> None:
@@ -118,4 +134,5 @@ def answer_of(data: bytes, kind: type[Event]) -> Event | None:
 
 
 def no_ids() -> EngineError:
+    """Nothing can be asked for by token ids, whatever the request is."""
     return EngineError("The engine sent text without token ids: it can only be used as a text relay.")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
-from engine.protocol import EngineInfo, KVGroupSpec, TextAssets
+from engine.protocol import AssetRef, EngineInfo, KVGroupSpec, TextAssets
+
+NO_TEXT = TextAssets(tokenizer=AssetRef("", 0))
+"""Of a server that is only ever asked for text."""
 
 
 def foreign_info(
@@ -18,6 +22,7 @@ def foreign_info(
     weights: str | None = None,
     block_size: int = 64,
     dtype: str = "unknown",
+    generation_defaults: Mapping[str, float | int] | None = None,
 ) -> EngineInfo:
     """Describe the model `model` of a server that speaks `dialect`.
 
@@ -39,7 +44,8 @@ def foreign_info(
         eos_ids=eos_ids,
         block_size=block_size,
         kv_groups=(KVGroupSpec(),),
-        kv_capacity_tokens=0,
+        kv_capacity_tokens=max_model_len,  # whatever it is, one sequence of the window's length fits
         max_running=0,
         text=text,
+        generation_defaults=dict(generation_defaults or {}),
     )

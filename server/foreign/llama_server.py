@@ -10,7 +10,16 @@ import msgspec
 from engine.errors import EngineDiedError
 from engine.protocol import EngineInfo, GenerateRequest, TokenLogprobs
 from kvstore.keys import PUBLIC_SCOPE
-from server.foreign.dialect import Piece, answer_of, check_common, logprob, no_ids, tokens_left, unsupported
+from server.foreign.dialect import (
+    Piece,
+    SkippedTokensError,
+    answer_of,
+    check_common,
+    logprob,
+    no_ids,
+    tokens_left,
+    unsupported,
+)
 
 
 class TokenProbability(msgspec.Struct, frozen=True):
@@ -28,6 +37,7 @@ class Answer(msgspec.Struct, frozen=True):
     tokens: list[int] | None = None
     stop: bool = False
     stop_type: str = "none"
+    tokens_predicted: int | None = None
     completion_probabilities: list[TokenProbability] = []
     timings: Timings | None = None
     error: object = None
@@ -57,6 +67,8 @@ class LlamaServer:
             "n_predict": tokens_left(request, info),
             "stream": True,
             "return_tokens": True,
+            # How much was cached is one of its timings, which else come with the last event only.
+            "timings_per_token": True,
             # Its cache knows no scopes: only what anybody may find is kept.
             "cache_prompt": request.cache_scope == PUBLIC_SCOPE,
             "temperature": sampling.temperature,
@@ -82,12 +94,28 @@ class LlamaServer:
     def reader(self, request: GenerateRequest) -> LlamaReader:
         return LlamaReader(request.sampling.logprobs)
 
+    def part_body(self, request: GenerateRequest, info: EngineInfo, count: int) -> Mapping[str, object]:
+        body = self.body(request, info)
+        return {**body, "stream": False, "n_predict": min(count, tokens_left(request, info))}
+
+    def read_part(self, data: bytes, request: GenerateRequest, info: EngineInfo) -> Piece:
+        answer = answer_of(data, Answer)
+        if answer is None or answer.tokens is None:
+            raise no_ids()
+        reason = _reason(answer.stop_type)
+        is_over = reason == "stop" or len(answer.tokens) >= tokens_left(request, info)
+        return Piece(token_ids=answer.tokens, finish_reason=reason if is_over else None)
+
 
 class LlamaReader:
-    """The token that ends the text is not told: such an answer ends with "stop" and no stop token."""
+    """The token that ends the text is not told: such an answer ends with "stop" and no stop token.
+
+    Tokens that end within a character are not told either; how many were made by then tells that some are missing.
+    """
 
     def __init__(self, alternatives: int | None) -> None:
         self._alternatives = alternatives
+        self._told = 0
 
     def read(self, data: bytes) -> Piece | None:
         answer = answer_of(data, Answer)
@@ -97,6 +125,10 @@ class LlamaReader:
             raise no_ids()
         # Its last event tells no new tokens when it streams.
         ids = [] if answer.stop else answer.tokens or []
+        untold = 1 if answer.stop_type == "eos" else 0
+        self._told += len(ids)
+        if answer.tokens_predicted is not None and answer.tokens_predicted > self._told + untold:
+            raise SkippedTokensError
         return Piece(
             token_ids=ids,
             logprobs=[self._entry(one) for one in answer.completion_probabilities] if ids else (),

@@ -12,14 +12,15 @@ from server.foreign.dialect import Dialect
 from server.foreign.llama_server import LlamaServer
 from server.foreign.openai_ids import OpenAIIds
 from server.foreign.sglang import SGLang
+from server.foreign.watch import fetch
 
 if TYPE_CHECKING:
     import aiohttp
 
 DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (OpenAIIds(), SGLang(), LlamaServer())}
 
-MAX_ANSWER_BYTES = 4 * 1024 * 1024
 ANSWER_TIMEOUT_S = 30.0
+"""A token takes a while where much else is computed."""
 
 
 def dialect_named(name: str) -> Dialect:
@@ -48,19 +49,8 @@ async def detect(session: aiohttp.ClientSession, url: str, model: str) -> Dialec
 
 async def _ask(session: aiohttp.ClientSession, url: str, body: object = None) -> dict[str, object]:
     """Return the JSON object of a good answer, {} for any other."""
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-    data = None if body is None else msgspec.json.encode(body)
-    headers = {"Content-Type": "application/json"}
-    method = "GET" if body is None else "POST"
-    async with session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
-        answer = bytearray()
-        while response.status == 200 and len(answer) <= MAX_ANSWER_BYTES:
-            if not (chunk := await response.content.readany()):
-                break
-            answer += chunk
+    status, answer = await fetch(session, url, body, timeout_s=ANSWER_TIMEOUT_S)
     try:
-        return msgspec.json.decode(answer, type=dict[str, object])
+        return msgspec.json.decode(answer, type=dict[str, object]) if status == 200 else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}

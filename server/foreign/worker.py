@@ -1,77 +1,83 @@
-"""`OpenAIWorker`: an `Engine` whose work is done by another server, over HTTP, token ids in and token ids out.
+"""`OpenAIWorker`: an `Engine` whose work is done by another server, over HTTP.
 
-A request is one streamed POST. Aborting closes its connection, which every server takes for a client that left. The
-server's health is looked at on a loop of its own.
+A request is one streamed POST, token ids in and token ids out, or text for a server that gives no ids. Aborting closes
+its connection, which every server takes for a client that left. The server's health is looked at on a loop of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from typing import TYPE_CHECKING, Literal, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
 from engine.errors import (
     ConfigError,
-    DeadlineError,
     DrainingError,
     EngineDiedError,
     HeadraceError,
     LoadingError,
     PressureError,
     RequestError,
+    RequestFailedError,
+    UnsupportedError,
 )
-from engine.protocol import CachedTokens, EngineInfo, EngineLoad, GenerateRequest, TokenLogprobs, TokenOutput
-from server.bench.serve_stream import EventLines
-from server.foreign.dialect import Dialect, EventReader, Piece
-from server.foreign.errors import error_of_answer
+from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
+from engine.wire.client import RemoteState
+from server.foreign.dialect import Dialect, PartDialect, check_common, no_ids
+from server.foreign.exchange import Exchange, ExchangeEnded
+from server.foreign.stream import Stream
+from server.foreign.watch import ServerWatch
 
 if TYPE_CHECKING:
     import aiohttp
 
-T = TypeVar("T")
-
 MAX_STREAMS = 16_384
-MAX_ERROR_BYTES = 64 * 1024
+PART_TOKENS = 16
+"""Tokens that are asked for at once where a server's streams do not tell all of them: few enough to be read as they
+come, and enough that asking costs little."""
+
 HEALTH_INTERVAL_S = 2.0
-HEALTH_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_S = 300.0
-"""A server that sends nothing for so long, no keep-alive either, is taken for dead."""
+"""A stream on which nothing comes for so long, no keep-alive either, is taken for dead."""
 
 
 class OpenAIWorker:
-    """The server at `url`, which speaks `dialect`. `open()` on the loop that uses it, `close()` at the end.
+    """The server at `url`. `open()` on the loop that uses it, `close()` at the end. It serves once it is well and
+    `serve` has said how it is spoken to; a `dialect` and `info` that are known beforehand say it at once.
 
-    `info` describes its model; `assets` are the bytes of `info.text` by digest: other servers do not serve them.
-    `api_key` is sent as a bearer token.
+    `api_key` is sent as a bearer token. `on_load` is called with each load that the server tells.
     """
 
     def __init__(
         self,
         url: str,
-        dialect: Dialect,
-        info: EngineInfo,
-        assets: Mapping[str, bytes],
+        dialect: Dialect | None = None,
+        info: EngineInfo | None = None,
+        assets: Mapping[str, bytes] | None = None,
         *,
         api_key: str | None = None,
         health_path: str = "/health",
+        health_interval_s: float = HEALTH_INTERVAL_S,
     ) -> None:
         self.url = url.rstrip("/")
-        self.dialect = dialect
+        self.on_load: Callable[[EngineLoad], None] | None = None
+        self.watch = ServerWatch(self.url, health_path, health_interval_s, self._note_change, self._take_load)
+        self.counters = {"given_up": 0}
+        self._dialect = dialect
         self._info = info
-        self._assets = dict(assets)
+        self._assets = dict(assets or {})
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._health_path = health_path
         self._session: aiohttp.ClientSession | None = None
-        self._health: asyncio.Task[None] | None = None
-        self._look_now = asyncio.Event()
-        self._ready = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
         self._draining = False
-        self._streams: dict[str, _Stream] = {}
+        self._running: dict[str, Exchange] = {}
+        self._bytes_read = 0
         self._totals = Counter[str]()
         self._endings = Counter[str]()
 
@@ -94,49 +100,130 @@ class OpenAIWorker:
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
         )
-        self._health = asyncio.create_task(self._watch_health())
+        self._watching = asyncio.create_task(self.watch.run(self._session))
 
     async def close(self) -> None:
         """End every running request with EngineDiedError."""
-        if self._health is not None:
-            self._health.cancel()
-            await asyncio.wait((self._health,))
-        self._ready.clear()
-        for stream in self._streams.values():
-            stream.end("closed")
-        if self._session is not None:
-            await self._session.close()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait((self._watching,))
+        session, self._session = self._session, None
+        for exchange in self._running.values():
+            exchange.end("closed")
+        if session is not None:
+            await session.close()
+        self._note_change()
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """With the server's key. Open from `open` to `close`."""
+        if self._session is None:
+            raise EngineDiedError("The connection to the engine was closed.")
+        return self._session
+
+    def serve(self, dialect: Dialect | None, info: EngineInfo, assets: Mapping[str, bytes]) -> None:
+        """From now on requests may be sent: in `dialect`, None for text only. `info` describes the server's model,
+        `assets` are the bytes of its text by digest: other servers do not serve them."""
+        self._dialect, self._info, self._assets = dialect, info, dict(assets)
+        self._note_change()
+
+    @property
+    def serves(self) -> bool:
+        """Whether `serve` has been called, however the server is."""
+        return self._info is not None
+
+    def withdraw(self) -> None:
+        """Send nothing new until `serve` is called again: it may be another server now, or another model."""
+        self._info = None
+        self._note_change()
+
+    def give_up(self, reason: str) -> None:
+        """End every running request with EngineSilentError; it serves again once it has answered."""
+        self.counters["given_up"] += 1
+        for exchange in self._running.values():
+            exchange.end("silent")
+        self.watch.lose()
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        return self.url
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def frames_received(self) -> int:
+        """Grows with everything that the server says."""
+        return self.watch.heard + self._bytes_read + sum(one.bytes_read for one in self._running.values())
 
     @property
     def is_ready(self) -> bool:
-        return self._ready.is_set() and not self._draining
+        return self.state().state == "ready"
+
+    def state(self) -> RemoteState:
+        health = "lost" if self._session is None else self.watch.health
+        if health == "lost" and self.watch.lives:
+            return RemoteState(state="dead", message=f"The engine at {self.url} is gone.")
+        if health in ("unknown", "lost") or self._info is None:
+            return RemoteState(message=f"The engine at {self.url} does not serve yet.")
+        is_draining = self._draining or health == "draining"
+        return RemoteState(
+            state="draining" if is_draining else "ready", incarnation=str(self.watch.lives), info=self._info
+        )
 
     async def wait_ready(self) -> EngineInfo:
-        await self._ready.wait()
-        return self._info
+        while (state := self.state()).state != "ready" or state.info is None:
+            await self.wait_changed()
+        return state.info
+
+    async def wait_changed(self) -> RemoteState:
+        """Return the next state that may differ from the present one."""
+        await self._changed.wait()
+        return self.state()
+
+    def _note_change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _take_load(self, load: EngineLoad) -> None:
+        if self.on_load is not None:
+            self.on_load(load)
 
     # --- Engine -------------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
-        stream = self._admit(request)
+    def takes(self, request: GenerateRequest) -> bool:
+        """Whether the server can do what the request asks for."""
         try:
-            async for output in self._answers(stream):
-                yield output
-        finally:
-            stream.close()
-            del self._streams[request.request_id]
+            self._checked_dialect(request)
+        except HeadraceError:
+            return False
+        return True
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        dialect = self._checked_dialect(request)
+        if (info := self._info) is None:
+            raise EngineDiedError(f"The engine at {self.url} serves no more.")
+        async with self._exchange(request.request_id, request.deadline_unix_s) as exchange:
+            body = msgspec.json.encode(dialect.body(request, info))
+            stream = Stream(request, info, dialect.reader(request))
+            async with aclosing(self._outputs(exchange, stream, dialect, body)) as outputs:
+                async for output in outputs:
+                    yield output
 
     async def finish(self, request_id: str, keep_tokens: int) -> None:
-        if stream := self._streams.get(request_id):
-            stream.end("finish")
+        if exchange := self._running.get(request_id):
+            exchange.end("finish")
 
     async def abort(self, request_id: str) -> None:
-        if stream := self._streams.get(request_id):
-            stream.end("abort")
+        if exchange := self._running.get(request_id):
+            exchange.end("abort")
 
     async def describe(self) -> EngineInfo:
-        if not self._ready.is_set() and not self._totals["healthy"]:
-            raise LoadingError(f"The engine at {self.url} does not answer yet.", progress=0.0)
+        if self._info is None or not self.watch.lives:
+            raise LoadingError(f"The engine at {self.url} does not serve yet.", progress=0.0)
         return self._info
 
     async def fetch_asset(self, digest: str) -> bytes:
@@ -147,7 +234,7 @@ class OpenAIWorker:
     async def load(self) -> EngineLoad:
         """What goes through here: other clients of the same server are not seen."""
         return EngineLoad(
-            running=len(self._streams),
+            running=len(self._running),
             prompt_tokens_total=self._totals["prompt"],
             cached_tokens_total=self._totals["cached"],
             output_tokens_total=self._totals["output"],
@@ -157,56 +244,115 @@ class OpenAIWorker:
 
     async def drain(self) -> None:
         self._draining = True
+        self._note_change()
+
+    # --- Admin --------------------------------------------------------------------------------------------------------
+
+    async def reset_prefix_cache(self) -> None:
+        raise UnsupportedError(f"The engine at {self.url} is of another make: its cache is not reset from here.")
+
+    async def abort_requests(self, request_id: str) -> int:
+        """Of the requests that go through here."""
+        chosen = [
+            exchange
+            for name, exchange in self._running.items()
+            if name == request_id or name.startswith(f"{request_id}-")
+        ]
+        for exchange in chosen:
+            exchange.end("abort")
+        return len(chosen)
 
     # --- one request --------------------------------------------------------------------------------------------------
 
-    def _admit(self, request: GenerateRequest) -> _Stream:
+    @asynccontextmanager
+    async def relay(
+        self, request_id: str, path: str, body: bytes, headers: Mapping[str, str], deadline_unix_s: float | None
+    ) -> AsyncIterator[Exchange]:
+        """Send a client's body as it is and give the answer, which is text. Leaving closes the connection.
+
+        Raises what an answer other than 200 comes to, EngineDiedError for a connection that fails, and what it means
+        when the request is ended from this side."""
+        async with self._exchange(request_id, deadline_unix_s) as exchange:
+            try:
+                await exchange.post(self.session, self.url + path, body, headers)
+                yield exchange
+                self._endings["stop"] += 1
+            except ExchangeEnded:
+                self._endings["abort"] += 1
+                exchange.raise_unless_wanted()
+                raise RequestFailedError("The request was aborted.") from None
+            except HeadraceError as error:
+                self._note_error(error)
+                raise
+
+    @asynccontextmanager
+    async def _exchange(self, request_id: str, deadline_unix_s: float | None) -> AsyncIterator[Exchange]:
         if self._draining:
             raise DrainingError("The engine takes nothing new.")
         if self._session is None:
             raise EngineDiedError("The connection to the engine was closed.")
-        if request.request_id in self._streams:
-            raise RequestError(f"Request {request.request_id} is running already.", param="request_id")
-        if len(self._streams) >= MAX_STREAMS:
+        if request_id in self._running:
+            raise RequestError(f"Request {request_id} is running already.", param="request_id")
+        if len(self._running) >= MAX_STREAMS:
             raise PressureError(f"{MAX_STREAMS} requests are running already.")
-        self.dialect.check(request)
-        stream = self._streams[request.request_id] = _Stream(request, self._info)
-        return stream
-
-    async def _answers(self, stream: _Stream) -> AsyncIterator[TokenOutput]:
+        exchange = self._running[request_id] = Exchange(deadline_unix_s)
         try:
-            await self._post(stream)
-            while (data := await stream.read()) is not None:
-                for output in stream.outputs(data):
+            yield exchange
+        finally:
+            exchange.close()
+            del self._running[request_id]
+            self._bytes_read += exchange.bytes_read
+
+    def _checked_dialect(self, request: GenerateRequest) -> Dialect:
+        if self._dialect is None:
+            raise no_ids()
+        self._dialect.check(request)
+        return self._dialect
+
+    async def _outputs(
+        self, exchange: Exchange, stream: Stream, dialect: Dialect, body: bytes
+    ) -> AsyncGenerator[TokenOutput, None]:
+        try:
+            async with aclosing(self._streamed(exchange, stream, dialect, body)) as outputs:
+                async for output in outputs:
                     self._count(stream, output)
                     yield output
-                    if output.finish_reason is not None:
-                        return
-                if stream.failure is not None:
-                    raise stream.failure
-            raise EngineDiedError("The engine's answer broke off.")
-        except _StreamEnded:
-            yield self._ended(stream)
+        except ExchangeEnded:
+            yield self._ended(exchange, stream)
         except HeadraceError as error:
-            self._endings["error"] += 1
-            if isinstance(error, EngineDiedError):
-                self._look_now.set()
+            self._note_error(error)
             raise
 
-    async def _post(self, stream: _Stream) -> None:
-        """Send the request; raises what the answer says unless it is a stream."""
-        assert self._session is not None
-        body = msgspec.json.encode(self.dialect.body(stream.request, self._info))
-        headers = {"Content-Type": "application/json", "X-Request-Id": stream.request.request_id[:128]}
-        stream.reader = self.dialect.reader(stream.request)
-        url = self.url + self.dialect.path
-        response = await stream.wait(self._session.post(url, data=body, headers=headers, allow_redirects=False))
-        stream.response = response
-        if response.status != 200:
-            told = await stream.wait(response.content.read(MAX_ERROR_BYTES))
-            raise error_of_answer(response.status, response.headers.get("Retry-After"), told)
+    async def _streamed(
+        self, exchange: Exchange, stream: Stream, dialect: Dialect, body: bytes
+    ) -> AsyncGenerator[TokenOutput, None]:
+        """Yield what the server makes to the end, in parts from where a stream has left something out."""
+        headers = {"X-Request-Id": stream.request.request_id[:128]}
+        await exchange.post(self.session, self.url + dialect.path, body, headers)
+        while not stream.has_gap:
+            if (data := await exchange.read()) is None:
+                raise EngineDiedError("The engine's answer broke off.")
+            for output in stream.outputs(data):
+                yield output
+                if output.finish_reason is not None:
+                    return
+            if stream.failure is not None:
+                raise stream.failure
+        parts = cast(PartDialect, dialect)
+        while True:
+            exchange.close()
+            rest, info = _resumable(stream), stream.info
+            body = msgspec.json.encode(parts.part_body(rest, info, PART_TOKENS))
+            await exchange.post(self.session, self.url + dialect.path, body, headers)
+            answer = b""
+            while (data := await exchange.read()) is not None:
+                answer += data
+            for output in stream.take_part(parts.read_part(answer, rest, info)):
+                yield output
+                if output.finish_reason is not None:
+                    return
 
-    def _count(self, stream: _Stream, output: TokenOutput) -> None:
+    def _count(self, stream: Stream, output: TokenOutput) -> None:
         if output.cached is not None:
             self._totals["cached"] += output.cached.total
         if output.offset == len(stream.request.resume_ids):
@@ -215,151 +361,32 @@ class OpenAIWorker:
         if output.finish_reason is not None:
             self._endings[output.finish_reason] += 1
 
-    def _ended(self, stream: _Stream) -> TokenOutput:
+    def _ended(self, exchange: Exchange, stream: Stream) -> TokenOutput:
         """Return the terminal output of a request that was ended from here."""
-        match stream.ended_by:
-            case "closed":
-                raise EngineDiedError("The connection to the engine was closed.")
-            case "finish" | "abort" as cause:
-                reason: Literal["stop", "abort"] = "stop" if cause == "finish" else "abort"
-                self._endings[reason] += 1
-                return TokenOutput(stream.request.request_id, stream.request.attempt, stream.offset, [], reason)
+        try:
+            exchange.raise_unless_wanted()
+        except HeadraceError:
+            self._endings["error"] += 1
+            raise
+        reason: Literal["stop", "abort"] = "stop" if exchange.ended_by == "finish" else "abort"
+        self._endings[reason] += 1
+        return TokenOutput(stream.request.request_id, stream.request.attempt, stream.offset, [], reason)
+
+    def _note_error(self, error: HeadraceError) -> None:
         self._endings["error"] += 1
-        raise DeadlineError("The request's deadline passed before it finished.")
-
-    # --- health -------------------------------------------------------------------------------------------------------
-
-    async def _watch_health(self) -> None:
-        while True:
-            self._look_now.clear()
-            if await self._is_healthy():
-                self._totals["healthy"] += 1
-                self._ready.set()
-            else:
-                self._ready.clear()
-            try:
-                async with asyncio.timeout(HEALTH_INTERVAL_S):
-                    await self._look_now.wait()
-            except TimeoutError:
-                continue
-
-    async def _is_healthy(self) -> bool:
-        import aiohttp
-
-        assert self._session is not None
-        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
-        try:
-            async with self._session.get(self.url + self._health_path, timeout=timeout) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
+        if isinstance(error, EngineDiedError):
+            self.watch.look_soon()
 
 
-class _StreamEnded(Exception):
-    """The request was ended from this side; `_Stream.ended_by` says how, None for its deadline."""
-
-
-class _Stream:
-    """One running request and its answer. `offset` is the index of the next output token."""
-
-    def __init__(self, request: GenerateRequest, info: EngineInfo) -> None:
-        self.request = request
-        self.offset = len(request.resume_ids)
-        self.response: aiohttp.ClientResponse | None = None
-        self.reader: EventReader | None = None
-        self.ended_by: Literal["finish", "abort", "closed"] | None = None
-        self._ends = frozenset(() if request.sampling.ignore_eos else info.eos_ids) | set(
-            request.sampling.stop_token_ids
-        )
-        self._cut: asyncio.Timeout | None = None
-        self._lines = EventLines()
-        self._ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._cached: int | None = None
-        self._is_first = True
-        self.failure: HeadraceError | None = None
-
-    def end(self, cause: Literal["finish", "abort", "closed"]) -> None:
-        """Interrupt whatever it waits for."""
-        self.ended_by = self.ended_by or cause
-        if self._cut is not None:
-            self._cut.reschedule(asyncio.get_running_loop().time())
-
-    def close(self) -> None:
-        if self.response is not None:
-            self.response.close()
-
-    async def wait(self, step: Awaitable[T]) -> T:
-        """Await `step` until the deadline. Raises _StreamEnded, and EngineDiedError for a connection that fails."""
-        import aiohttp
-
-        deadline = self.request.deadline_unix_s
-        left_s = None if deadline is None else max(0.0, deadline - time.time())
-        try:
-            async with asyncio.timeout(0 if self.ended_by else left_s) as self._cut:
-                return await step
-        except TimeoutError as error:
-            if self._cut is not None and self._cut.expired():
-                raise _StreamEnded from None
-            raise EngineDiedError(f"The engine does not answer: {error or type(error).__name__}") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineDiedError(f"The connection to the engine failed: {error or type(error).__name__}") from None
-        finally:
-            self._cut = None
-
-    async def read(self) -> bytes | None:
-        """Return the next bytes of the answer, None at its end."""
-        assert self.response is not None
-        if self.ended_by is not None:
-            raise _StreamEnded
-        return await self.wait(self.response.content.readany()) or None
-
-    def outputs(self, data: bytes) -> list[TokenOutput]:
-        """Return what these bytes add, as one output at most. `failure` is set when they told an error behind it."""
-        assert self.reader is not None
-        try:
-            events = self._lines.feed(data)
-        except ValueError as error:
-            raise EngineDiedError(f"The engine's answer cannot be read: {error}") from None
-        finish: Literal["stop", "length"] | None = None
-        try:
-            for event in events:
-                piece = self.reader.read(event)
-                if piece is not None and finish is None:
-                    self._take(piece)
-                    finish = piece.finish_reason
-        except HeadraceError as error:
-            self.failure = error
-        output = self._output(finish)
-        return [] if output is None else [output]
-
-    def _take(self, piece: Piece) -> None:
-        self._ids += piece.token_ids
-        self._logprobs += piece.logprobs
-        if piece.cached_tokens is not None:
-            self._cached = piece.cached_tokens
-
-    def _output(self, finish: Literal["stop", "length"] | None) -> TokenOutput | None:
-        """Tokens wait for their logprobs; at the end everything must be there."""
-        wants = self.request.sampling.logprobs is not None
-        count = min(len(self._ids), len(self._logprobs)) if wants else len(self._ids)
-        if finish is not None and count < len(self._ids):
-            raise EngineDiedError("The engine told fewer logprobs than tokens.")
-        if not count and finish is None:
-            return None
-        ids, self._ids = self._ids[:count], self._ids[count:]
-        logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
-        cached = self._cached if self._is_first else None
-        self._is_first = False
-        output = TokenOutput(
-            self.request.request_id,
-            self.request.attempt,
-            self.offset,
-            ids,
-            finish,
-            stop_token=ids[-1] if finish == "stop" and ids and ids[-1] in self._ends else None,
-            logprobs=logprobs if wants else None,
-            cached=None if cached is None else CachedTokens(device=cached),
-        )
-        self.offset += count
-        return output
+def _resumable(stream: Stream) -> GenerateRequest:
+    """Return what is left of a request. Raises RequestFailedError where that cannot be asked for by itself."""
+    rest = stream.rest
+    try:
+        check_common(rest)
+    except UnsupportedError as error:
+        raise RequestFailedError(
+            f"The engine left out tokens, and with '{error.param}' it cannot be asked again."
+        ) from None
+    if rest.sampling.logprobs is not None:
+        raise RequestFailedError("The engine left out tokens, whose logprobs it does not tell.")
+    return rest

@@ -17,10 +17,11 @@ from typing import Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import DeadlineError, HeadraceError, PressureError
+from engine.errors import DeadlineError, PressureError
 from server.access.record import Caller, RequestRecord, record_of
 from server.debug_header import DEBUG_HEADER, described
-from server.errors import ClientGoneError, UnknownParamsError, reply_to
+from server.errors import ClientGoneError, UnknownParamsError
+from server.openai.channel import Channel
 from server.openai.generation import (
     Answer,
     ChoiceRun,
@@ -32,24 +33,17 @@ from server.openai.generation import (
     most_tokens,
     usage_of,
 )
-from server.openai.sse import DONE, KEEP_ALIVE, Envelope
+from server.openai.relay_body import read_relay_body
+from server.openai.relayed import relay, relayed_model
+from server.openai.sse import DONE, Envelope
 from server.request_body import Body
 from server.service import Service
 from server.traffic import draining_error
 
 T = TypeVar("T")
-Header = tuple[bytes, bytes]
-
-MAX_HEADER_CHARACTERS = 1024
 
 ENTRIES_ON_LOOP = 500
 """Tokens with logprobs in one answer. Each takes up to 20 us to write: more of them would keep other streams back."""
-
-STREAM_HEADERS: list[Header] = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 class Format(Protocol):
@@ -95,9 +89,15 @@ class GenerateEndpoint:
         caller = self.service.caller(record)
 
         async def answer(body: Body, channel: Channel) -> None:
-            prepared = await prepared_in_turn(
-                self.service, caller, partial(self.prepare, self.service, body.take(), caller)
-            )
+            data = body.take()
+            if (relayed := relayed_model(self.service, data)) is not None:
+                asked = await prepared_in_turn(self.service, caller, partial(read_relay_body, data))
+                del data
+                body.release()
+                await relay(self.service, relayed, scope["path"], asked, caller, record, channel, clock)
+                return
+            prepared = await prepared_in_turn(self.service, caller, partial(self.prepare, self.service, data, caller))
+            del data
             body.release()
             envelope = prepared.envelope
             record.answer_id, record.model, record.stream = envelope.id, envelope.model, prepared.stream
@@ -157,7 +157,7 @@ class GenerateEndpoint:
         record.finish_reasons = [run.finish_reason for run in runs]
 
 
-Answering = Callable[[Body, "Channel"], Awaitable[None]]
+Answering = Callable[[Body, Channel], Awaitable[None]]
 
 
 async def answer_request(
@@ -213,84 +213,6 @@ def note_ignored(service: Service, ignored: Sequence[str], channel: Channel) -> 
         raise UnknownParamsError(ignored)
     service.metrics.ignored_params.inc(len(ignored))
     channel.add_header(b"x-ignored-params", ", ".join(ignored))
-
-
-class Channel:
-    """The response as it goes out: knows whether the status line is gone, so that an error finds its form."""
-
-    def __init__(self, send: Send, record: RequestRecord) -> None:
-        self.record = record
-        self._send = send
-        self._extra_headers: list[Header] = []
-        self._late_headers: list[tuple[bytes, Callable[[], str]]] = []
-        self._opening = asyncio.Lock()
-        self._streaming = False
-        self._ended = False
-        self._writes = 0
-
-    def add_header(self, name: bytes, value: str) -> None:
-        """Add a header to whatever response comes, cut where it gets long. Characters that a header cannot hold are
-        replaced."""
-        self._extra_headers.append((name, _clean(value)))
-
-    def add_late_header(self, name: bytes, value: Callable[[], str]) -> None:
-        """The same for a value that is asked for when the head of the response is sent."""
-        self._late_headers.append((name, value))
-
-    def _added_headers(self) -> list[Header]:
-        return [*self._extra_headers, *((name, _clean(value())) for name, value in self._late_headers)]
-
-    async def send_json(self, status: int, body: bytes, headers: Sequence[Header] = ()) -> None:
-        self._ended = True
-        length = (b"content-length", str(len(body)).encode())
-        all_headers = [(b"content-type", b"application/json"), length, *headers, *self._added_headers()]
-        await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def write(self, data: bytes) -> None:
-        """Send part of a stream, opening it if need be."""
-        self._writes += 1
-        if not self._streaming:
-            await self._open()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def end(self, data: bytes) -> None:
-        """Send the last part of a stream."""
-        self._ended = True
-        await self._open()
-        await self._send({"type": "http.response.body", "body": data})
-
-    async def fail(self, error: BaseException) -> None:
-        """Tell an error in the form that is still possible: a status, an event, or nothing once the answer is out."""
-        async with self._opening:
-            streaming = self._streaming
-        if self._ended:
-            return
-        reply = reply_to(error)
-        self.record.error = error.code if isinstance(error, HeadraceError) else HeadraceError.code
-        if streaming:
-            await self.end(reply.event)
-        else:
-            await self.send_json(reply.status, reply.body, reply.headers)
-
-    async def keep_alive(self, interval_s: float) -> None:
-        """Send a comment whenever the stream was silent for an interval, until cancelled."""
-        while True:
-            seen = self._writes
-            await asyncio.sleep(interval_s)
-            if self._writes == seen and not self._ended:
-                await self.write(KEEP_ALIVE)
-
-    async def _open(self) -> None:
-        async with self._opening:  # the keep-alive and the first piece may both want to
-            if not self._streaming:
-                headers = STREAM_HEADERS + self._added_headers()
-                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-                self._streaming = True
-
-
-def _clean(value: str) -> bytes:
-    return "".join(one if " " <= one <= "~" else "?" for one in value[:MAX_HEADER_CHARACTERS]).encode()
 
 
 async def _while_connected(receive: Receive, work: asyncio.Task[None], parting: asyncio.Semaphore) -> None:

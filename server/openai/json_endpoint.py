@@ -10,7 +10,8 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from server.access.record import record_of
-from server.openai.exchange import Channel, answer_request, note_ignored, prepared_in_turn
+from server.openai.channel import Channel
+from server.openai.exchange import answer_request, note_ignored, prepared_in_turn
 from server.request_body import Body
 from server.service import Service
 

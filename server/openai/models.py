@@ -20,11 +20,11 @@ def model_routes(service: Service) -> APIRouter:
     async def models(request: Request) -> Response:
         service.check_open()
         ready = [model for model in service.models.served() if model.opened.is_set()]
-        return _json({"object": "list", "data": [_card(model.require_text().info, created) for model in ready]})
+        return _json({"object": "list", "data": [_card(model.info, created) for model in ready]})
 
     @router.get("/{model_id:path}", summary="One served model")
     async def model(request: Request) -> Response:
-        return _json(_card(service.model(request.path_params["model_id"]).require_text().info, created))
+        return _json(_card(service.model(request.path_params["model_id"]).info, created))
 
     return router
 
@@ -37,7 +37,7 @@ def _card(info: EngineInfo, created: int) -> dict[str, object]:
         "owned_by": "headrace",
         "root": info.model,
         "parent": None,
-        "max_model_len": info.max_model_len,
+        "max_model_len": info.max_model_len or None,
     }
 
 

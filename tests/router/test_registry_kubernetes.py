@@ -134,3 +134,17 @@ async def test_outages_and_nonsense_keep_the_list(cluster: Cluster) -> None:
     cluster.slice("b", "127.0.0.2")
     await cluster.watcher.until(lambda records: ids(records) == ["w1", "w2"])
     assert all(records for records in cluster.watcher.lists[seen:])
+
+
+async def test_pods_of_another_make_are_listed_by_the_model_that_they_name(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    async with kubernetes_api("secret", "default") as api, worker_port() as port:
+        port.body = b'{"data":[{"id":"m"}]}'
+        api.put(endpoint_slice("a", "engines", port.port, "127.0.0.1"))
+        access = KubernetesAccess(api.url, tmp_path / "token")
+        registry = KubernetesRegistry(Service("default", "engines", dialect="openai"), access=access)
+        watcher = Watcher(registry.watch())
+        (record,) = await watcher.until(bool)
+        assert (record.model, record.dialect, record.http_url) == ("m", "openai", port.url)
+        await registry.close()
+        await watcher.close()

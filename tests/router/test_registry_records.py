@@ -84,6 +84,22 @@ def test_gateways_need_an_address(address: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"dialect": "openai", "ranks": ()},
+        {"dialect": "openai", "http_url": "http://h:1"},
+        {"dialect": "openai", "http_url": "http://h:1", "ranks": (), "events": "http://h:2"},
+        {"dialect": "openai", "http_url": "http://h:1", "ranks": (), "events_topic": "x" * 1000},
+    ],
+    ids=["no url", "ranks", "events", "topic"],
+)
+def test_workers_of_other_makes_have_a_url_and_no_ranks(fields: dict[str, object]) -> None:
+    with pytest.raises(RecordError):
+        check_record(worker(**fields))
+    check_record(worker(dialect="openai", http_url="http://h:1", ranks=(), events="tcp://h:5557"))
+
+
+@pytest.mark.parametrize(
     "data",
     [
         b"",

@@ -91,11 +91,27 @@ async def test_what_a_process_announces_its_own_watchers_see() -> None:
     await watcher.close()
 
 
+async def test_engines_of_other_makes_are_listed_by_the_model_that_they_name(port: WorkerPort, tmp_path: Path) -> None:
+    port.body = b'{"object":"list","data":[{"id":"org/model"},{"id":"second"}]}'
+    path = tmp_path / "workers.json"
+    write(path, [f"auto+{port.url}", {"worker_id": "w", "model": "m", "http_url": "http://h:1", "dialect": "text"}])
+    for spec, count in ((f"static:{path}", 2), (f"static:auto+{port.url}", 1)):
+        registry = open_registry(spec)
+        watcher = Watcher(registry.watch())
+        first, *_ = await watcher.until(lambda records, count=count: len(records) == count)  # type: ignore[misc]
+        assert (first.worker_id, first.model) == (port.url.removeprefix("http://"), "org/model")
+        assert (first.dialect, first.http_url, first.is_ours) == ("auto", port.url, False)
+        await registry.close()
+        await watcher.close()
+
+
 @pytest.mark.parametrize(
     "spec",
     [
         "",
         "nonsense",
+        "static:klingon+http://h:1",
+        "static:openai+tcp://h:1",
         "static:",
         "static:/does/not/exist.yaml",
         "static:http://",

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import aclosing
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from engine.errors import EngineDiedError, EngineError, RequestError, RequestFailedError, UnsupportedError
 from engine.protocol import AssetRef, GenerateRequest, Grammar, SamplingParams, TextAssets, TokenLogprobs, TokenOutput
@@ -20,62 +16,13 @@ from server.foreign.info import foreign_info
 from server.foreign.llama_server import LlamaServer
 from server.foreign.openai_ids import OpenAIIds
 from server.foreign.registry import detect
-from server.foreign.relay import RELAY_HEADER, TextRelay
 from server.foreign.sglang import SGLang
 from server.foreign.worker import OpenAIWorker
+from tests.support.other_server import OtherServer, other_server
 
 INFO = foreign_info(
     "m", "any", TextAssets(tokenizer=AssetRef("0", 0)), max_model_len=100, vocab_size=1000, eos_ids=(2,)
 )
-
-
-@dataclass
-class OtherServer:
-    """Answers every POST with the given events, or with `status` and `body`."""
-
-    events: Sequence[object] = ()
-    status: int = 200
-    body: bytes = b""
-    pages: dict[str, object] = field(default_factory=dict)
-    stays_open: bool = False
-    seen: list[Any] = field(default_factory=list)
-    left: asyncio.Event = field(default_factory=asyncio.Event)
-    url: str = ""
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        if request.method == "GET":
-            page = self.pages.get(request.path, {} if request.path == "/health" else None)
-            return web.json_response(page, status=404 if page is None else 200)
-        self.seen.append(json.loads(await request.read()))
-        if self.status != 200 or self.body:
-            return web.Response(status=self.status, body=self.body, headers={"Retry-After": "4"})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for event in self.events:
-            data = event if isinstance(event, bytes) else json.dumps(event).encode()
-            await response.write(b": keep-alive\r\n\r\ndata: " + data + b"\n\n")
-        try:
-            while self.stays_open:
-                await response.write(b": keep-alive\n\n")
-                await asyncio.sleep(0.01)
-        except ConnectionError:
-            self.left.set()
-        return response
-
-
-@asynccontextmanager
-async def other_server(**fields: Any) -> AsyncIterator[OtherServer]:  # noqa: ANN401  (the fields of OtherServer)
-    server = OtherServer(**fields)
-    application = web.Application()
-    application.router.add_route("*", "/{path:.*}", server.answer)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield server
-    finally:
-        await runner.cleanup()
 
 
 async def ask(server: OtherServer, dialect: Dialect, **fields: object) -> list[TokenOutput]:
@@ -212,6 +159,32 @@ async def test_completions_in_other_shapes() -> None:
                 await ask(server, OpenAIIds(), logprobs=1)
 
 
+async def test_ids_that_a_stream_of_llama_server_leaves_out_are_asked_for() -> None:
+    events = [llama_event([5], tokens_predicted=1), llama_event([7], tokens_predicted=3)]
+    parts = [
+        json.dumps({"content": "y", "tokens": [6, 7], "stop": True, "stop_type": "limit"}).encode(),
+        json.dumps({"content": "z", "tokens": [8, 2], "stop": True, "stop_type": "eos"}).encode(),
+    ]
+    async with other_server(events=events, parts=parts) as server:
+        outputs = await ask(server, LlamaServer(), max_tokens=10)
+        assert ids_of(outputs) == [5, 6, 7, 8, 2]
+        assert [output.offset for output in outputs] == [0, 1, 3]
+        assert (outputs[-1].finish_reason, outputs[-1].stop_token) == ("stop", 2)
+        assert [(one["prompt"], one["n_predict"], one["stream"]) for one in server.seen] == [
+            ([5, 6], 10, True),
+            ([5, 6, 5], 9, False),
+            ([5, 6, 5, 6, 7], 7, False),
+        ]
+    end = llama_event([], tokens_predicted=3, stop=True, stop_type="limit")
+    part = json.dumps({"content": "y", "tokens": [6, 9], "stop": True, "stop_type": "limit"}).encode()
+    async with other_server(events=[llama_event([5]), end], parts=[part]) as server:
+        outputs = await ask(server, LlamaServer(), max_tokens=3)
+        assert (ids_of(outputs), outputs[-1].finish_reason) == ([5, 6, 9], "length")
+    async with other_server(events=events, parts=parts) as server:
+        with pytest.raises(RequestFailedError):
+            await ask(server, LlamaServer(), logprobs=1)
+
+
 async def test_languages_are_found_out() -> None:
     cases = {
         "llama_server": {"pages": {"/props": {"default_generation_settings": {}}}},
@@ -225,24 +198,57 @@ async def test_languages_are_found_out() -> None:
                 assert await detect(session, server.url, "m") == name
 
 
-async def test_a_relay_passes_bytes_on_and_says_that_it_is_one() -> None:
-    async with aiohttp.ClientSession() as session:
-        async with other_server(events=[{"choices": []}, b"[DONE]"]) as server:
-            relay = TextRelay(session, server.url, api_key="k")
-            async with relay.post("/v1/chat/completions", b'{"messages":[],"stream":true}') as answer:
-                body = b"".join([chunk async for chunk in answer.body])
-            assert body.endswith(b"data: [DONE]\n\n")
-            assert RELAY_HEADER in answer.headers
-            assert (b"content-type", b"text/event-stream") in answer.headers
-            assert server.seen == [{"messages": [], "stream": True}]
-        async with other_server(stays_open=True) as server:
-            async with TextRelay(session, server.url).post("/v1/completions", b"{}") as answer:
-                assert await anext(answer.body)
+async def relayed(url: str, body: bytes) -> bytes:
+    worker = OpenAIWorker(url, None, INFO, {}, api_key="k")
+    worker.open()
+    try:
+        async with worker.relay("r", "/v1/completions", body, {}, None) as exchange:
+            answer = b""
+            while (data := await exchange.read()) is not None:
+                answer += data
+            assert exchange.content_type == "text/event-stream"
+            return answer
+    finally:
+        await worker.close()
+
+
+async def test_a_relay_passes_bytes_on() -> None:
+    async with other_server(events=[{"choices": []}, b"[DONE]"]) as server:
+        answer = await relayed(server.url, b'{"messages":[],"stream":true}')
+        assert answer.endswith(b"data: [DONE]\n\n")
+        assert server.seen == [{"messages": [], "stream": True}]
+    async with other_server(status=400, body=b'{"error":{"message":"no"}}') as server:
+        with pytest.raises(RequestError):
+            await relayed(server.url, b"{}")
+    with pytest.raises(EngineDiedError):
+        await relayed("http://127.0.0.1:1", b"{}")
+
+
+async def abort_while_relaying(worker: OpenAIWorker) -> None:
+    async with worker.relay("r-0", "/v1/completions", b"{}", {}, None) as exchange:
+        assert await worker.abort_requests("r") == 1
+        while await exchange.read():
+            pass
+
+
+async def test_leaving_a_relay_closes_its_connection_and_aborting_ends_it() -> None:
+    async with other_server(stays_open=True) as server:
+        worker = OpenAIWorker(server.url, None, INFO, {})
+        worker.open()
+        try:
+            async with worker.relay("left", "/v1/completions", b"{}", {}, None) as exchange:
+                assert await exchange.read()
             await asyncio.wait_for(server.left.wait(), 30)
-        async with other_server(status=400, body=b'{"error":{"message":"no"}}') as server:
-            with pytest.raises(RequestError):
-                async with TextRelay(session, server.url).post("/v1/completions", b"{}"):
-                    pass
-        with pytest.raises(EngineDiedError):
-            async with TextRelay(session, "http://127.0.0.1:1").post("/v1/completions", b"{}"):
-                pass
+            with pytest.raises(RequestFailedError):
+                await abort_while_relaying(worker)
+            assert worker.num_running == 0
+        finally:
+            await worker.close()
+
+
+async def test_a_server_of_text_is_never_asked_by_ids() -> None:
+    async with other_server() as server:
+        worker = OpenAIWorker(server.url, None, INFO, {})
+        with pytest.raises(EngineError):
+            await anext(worker.generate(GenerateRequest(request_id="r", prompt_ids=[5])))
+    assert not server.seen

@@ -18,6 +18,7 @@ from engine.errors import (
     DrainingError,
     EngineDiedError,
     EngineError,
+    EngineSilentError,
     HeadraceError,
     LoadingError,
     PressureError,
@@ -27,12 +28,15 @@ from engine.errors import (
 from engine.protocol import GenerateRequest, Grammar, SamplingParams, TokenOutput
 from router.supervisor import Supervisor
 from server.foreign.errors import error_of_answer, error_of_body
+from server.foreign.facts import PROBE_TEXTS, learn
 from server.foreign.info import foreign_info
 from server.foreign.openai_ids import OpenAIIds
 from server.foreign.registry import detect, dialect_named
+from server.foreign.settings import tokenizers_of
 from server.foreign.worker import OpenAIWorker
+from server.health import ServiceState
 from tests.support.api_server import ApiServer, serving
-from tests.support.fake_engine import FakeEngine, Gate
+from tests.support.fake_engine import FakeEngine, FakeReadiness, Gate
 from tests.support.static_pool import StaticPool, StaticTarget
 from tests.support.tiny_text import EOS_ID, VOCAB_SIZE, byte_ids
 from tests.support.until import until
@@ -351,3 +355,58 @@ async def test_a_worker_of_a_server_that_is_not_ready_waits() -> None:
         await until(lambda: not worker.is_ready, "it is looked at")
         assert not waiting.done()
         waiting.cancel()
+
+
+async def test_a_server_that_drains_or_comes_back_is_known_by_its_health() -> None:
+    engine, state = FakeEngine(), FakeReadiness()
+    async with serving(engine, state=state) as server:
+        worker = OpenAIWorker(server.url, OpenAIIds(), tiny_foreign_info(engine), engine.assets, health_interval_s=0.02)
+        worker.open()
+        try:
+            await worker.wait_ready()
+            state.become(ServiceState("draining"))
+            await until(lambda: worker.state().state == "draining", "it drains")
+            state.become(ServiceState("restarting"))
+            await until(lambda: worker.state().state == "dead", "it is gone")
+            state.become(ServiceState("ready"))
+            await worker.wait_ready()
+            assert worker.state().incarnation == "2"
+            worker.withdraw()
+            assert not worker.is_ready, "it may be another model now"
+        finally:
+            await worker.close()
+        assert worker.state().state == "dead"
+
+
+async def test_a_silent_server_loses_its_streams_and_serves_again_once_it_answers() -> None:
+    async with both() as (engine, _, worker):
+        engine.gate = Gate(after=1)
+        stream = worker.generate(request())
+        await anext(stream)
+        heard = worker.frames_received
+        worker.give_up("It is silent.")
+        assert not worker.is_ready
+        with pytest.raises(EngineSilentError):
+            await anext(stream)
+        engine.gate.opened.set()
+        await worker.wait_ready()
+        assert worker.frames_received > heard
+        assert ids_of(await outputs_of(worker, request("next")))
+
+
+async def test_a_server_tells_what_it_is() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as server, aiohttp.ClientSession() as session:
+        facts = await learn(session, server.url, "tiny", "openai")
+        assert (facts.models, facts.max_model_len) == (("tiny",), 512)
+        assert facts.probe == tuple(tuple(engine.codec.encode(text, parse_special=True)) for text in PROBE_TEXTS)
+        assert facts.load_reader is not None
+        assert facts.load_reader.read((await server.client.get("/metrics")).content) is not None
+
+
+def test_tokenizers_are_named_for_all_models_or_each() -> None:
+    assert tokenizers_of(None) == {}
+    assert tokenizers_of("org/model") == {"": "org/model"}
+    assert tokenizers_of("a=/x/y, b=org/model") == {"a": "/x/y", "b": "org/model"}
+    with pytest.raises(ConfigError):
+        tokenizers_of("a=,b=c")

@@ -1,4 +1,4 @@
-"""The HTTP port of one worker, as far as a registry is concerned."""
+"""The HTTP port of one worker, of ours or another make, as far as a registry is concerned."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class WorkerPort:
 async def worker_port(host: str = "127.0.0.1", number: int = 0) -> AsyncIterator[WorkerPort]:
     port = WorkerPort()
     application = web.Application()
-    application.router.add_get("/worker", port.answer)
+    for path in ("/worker", "/v1/models"):
+        application.router.add_get(path, port.answer)
     runner = web.AppRunner(application)
     await runner.setup()
     await web.TCPSite(runner, host, number).start()

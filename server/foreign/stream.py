@@ -1,0 +1,99 @@
+"""One running request at another server as token ids: events put together to outputs. Knows no connections."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from engine.errors import EngineDiedError, HeadraceError
+from engine.protocol import CachedTokens, EngineInfo, GenerateRequest, TokenLogprobs, TokenOutput
+from server.bench.serve_stream import EventLines
+from server.foreign.dialect import EventReader, Piece, SkippedTokensError
+
+
+class Stream:
+    """`offset` is the index of the next output token. `failure` is set when events told an error behind what they
+    added, `has_gap` when tokens are missing behind them."""
+
+    def __init__(self, request: GenerateRequest, info: EngineInfo, reader: EventReader) -> None:
+        self.request = request
+        self.info = info
+        self.offset = len(request.resume_ids)
+        self.failure: HeadraceError | None = None
+        self.has_gap = False
+        self._reader = reader
+        self._ends = frozenset(() if request.sampling.ignore_eos else info.eos_ids) | set(
+            request.sampling.stop_token_ids
+        )
+        self._lines = EventLines()
+        self._emitted: list[int] = []
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._cached: int | None = None
+        self._is_first = True
+
+    def outputs(self, data: bytes) -> list[TokenOutput]:
+        """Return what these bytes add, as one output at most."""
+        try:
+            events = self._lines.feed(data)
+        except ValueError as error:
+            raise EngineDiedError(f"The engine's answer cannot be read: {error}") from None
+        finish: Literal["stop", "length"] | None = None
+        try:
+            for event in events:
+                if self.has_gap:
+                    break
+                piece = self._reader.read(event)
+                if piece is not None and finish is None:
+                    self._take(piece)
+                    finish = piece.finish_reason
+        except SkippedTokensError:
+            self.has_gap = True
+        except HeadraceError as error:
+            self.failure = error
+        output = self._output(finish)
+        return [] if output is None else [output]
+
+    @property
+    def rest(self) -> GenerateRequest:
+        """The request as what is left of it would be resumed."""
+        return msgspec.structs.replace(self.request, resume_ids=[*self.request.resume_ids, *self._emitted])
+
+    def take_part(self, piece: Piece) -> list[TokenOutput]:
+        """Return what a whole answer to `rest` adds."""
+        self._take(piece)
+        output = self._output(piece.finish_reason)
+        return [] if output is None else [output]
+
+    def _take(self, piece: Piece) -> None:
+        self._ids += piece.token_ids
+        self._logprobs += piece.logprobs
+        if piece.cached_tokens is not None:
+            self._cached = piece.cached_tokens
+
+    def _output(self, finish: Literal["stop", "length"] | None) -> TokenOutput | None:
+        """Tokens wait for their logprobs; at the end everything must be there."""
+        wants = self.request.sampling.logprobs is not None
+        count = min(len(self._ids), len(self._logprobs)) if wants else len(self._ids)
+        if finish is not None and count < len(self._ids):
+            raise EngineDiedError("The engine told fewer logprobs than tokens.")
+        if not count and finish is None:
+            return None
+        ids, self._ids = self._ids[:count], self._ids[count:]
+        logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
+        cached = self._cached if self._is_first else None
+        self._is_first = False
+        output = TokenOutput(
+            self.request.request_id,
+            self.request.attempt,
+            self.offset,
+            ids,
+            finish,
+            stop_token=ids[-1] if finish == "stop" and ids and ids[-1] in self._ends else None,
+            logprobs=logprobs if wants else None,
+            cached=None if cached is None else CachedTokens(device=cached),
+        )
+        self.offset += count
+        self._emitted += ids
+        return output
