@@ -101,6 +101,10 @@ class BlockTable:
         self._age_view[slot] = age
         return slot
 
+    def touch_one(self, slot: int, age: int) -> None:
+        """`touch` one slot."""
+        self._age_view[slot] = age
+
     def release_one(self, slot: int) -> None:
         """Free a slot in use if no bit is set about its fingerprint."""
         if not any(view[slot] for views in self._views for view in views):
