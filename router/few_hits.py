@@ -6,7 +6,6 @@ are one number here, bit i for target i, however many words the planes have.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from kvstore.events.digest import fingerprint
@@ -18,6 +17,9 @@ from router.values import Hit, Query
 Bits = list[int]
 """By plane, the last of which is of what is only expected: the targets of one block."""
 
+Counts = list[dict[int, int]]
+"""By tier, and at last of what is only expected: how many blocks each set of targets has."""
+
 NOTHING: Bits = [0] * (SPECULATIVE + 1)
 
 
@@ -26,19 +28,24 @@ def few_hits(table: BlockTable, bits: TargetBits, query: Query, age: int) -> dic
     live = sum(int(word) << WORD_BITS * number for number, word in enumerate(bits.live))
     blocks = list(_known(table, query, live, age))
     on_device = _on_device(blocks, live, has_windows=table.planes[RUN] is not None)
-    counts = [Counter[int]() for _ in range(len(TIERS) + 1)]
+    counts: Counts = [{} for _ in range(len(TIERS) + 1)]
     covered, before = live, live
     for number, (block, device) in enumerate(zip(blocks, on_device, strict=True)):
-        counts[0][before & ~device] += number
+        _add(counts[0], before & ~device, number)
         before = device
-        counts[-1][device & ~(block[0] | block[RUN])] += 1
+        _add(counts[-1], device & ~(block[0] | block[RUN]), 1)
         covered &= device | block[1] | block[2] | block[3]
         left = covered & ~device
         for tier in range(1, len(TIERS)):
-            counts[tier][left & block[tier]] += 1
+            _add(counts[tier], left & block[tier], 1)
             left &= ~block[tier]
-    counts[0][before] += len(blocks)
+    _add(counts[0], before, len(blocks))
     return _hits(counts, bits, query)
+
+
+def _add(counts: dict[int, int], pattern: int, blocks: int) -> None:
+    if pattern and blocks:
+        counts[pattern] = counts.get(pattern, 0) + blocks
 
 
 def _known(table: BlockTable, query: Query, live: int, age: int) -> Iterator[Bits]:
@@ -76,11 +83,11 @@ def _on_device(blocks: list[Bits], live: int, *, has_windows: bool) -> list[int]
     return runs
 
 
-def _hits(counts: list[Counter[int]], bits: TargetBits, query: Query) -> dict[str, Hit]:
+def _hits(counts: Counts, bits: TargetBits, query: Query) -> dict[str, Hit]:
     by_bit: dict[int, list[int]] = {}
     for index, patterns in enumerate(counts):
         for pattern, blocks in patterns.items():
-            for bit in _set_bits(pattern if blocks else 0):
+            for bit in _set_bits(pattern):
                 if (tokens := by_bit.get(bit)) is None:
                     tokens = by_bit[bit] = [0] * len(counts)
                 tokens[index] += blocks * query.block_size
