@@ -272,7 +272,7 @@ def _streams(options: argparse.Namespace) -> dict[str, int]:
 
 def _cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
-    return times.user + times.system
+    return float(times.user + times.system)
 
 
 def _relayed(relay: subprocess.Popen[bytes], task: RelayTask) -> Spent:

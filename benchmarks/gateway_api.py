@@ -5,7 +5,6 @@ For benchmarks/gateway.py. Notes are written when the process ends, in seconds o
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -32,18 +31,16 @@ class Notes:
     def watch(self) -> None:
         in_thread, generate = TextService.in_thread, Supervisor.generate
 
-        @functools.wraps(in_thread)
         async def noted_in_thread(text: TextService, work: Callable[[], T]) -> T:
             return await in_thread(text, lambda: self._noted(work()))
 
-        @functools.wraps(generate)
         def noted_generate(supervisor: Supervisor, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
             if (at_s := self._by_list.pop(id(request.prompt_ids), None)) is not None:
                 self.tokenised_s[request.request_id] = at_s
             return generate(supervisor, request)
 
-        TextService.in_thread = noted_in_thread  # type: ignore[method-assign]
-        Supervisor.generate = noted_generate  # type: ignore[method-assign]
+        TextService.in_thread = noted_in_thread  # type: ignore[assignment, method-assign]
+        Supervisor.generate = noted_generate  # type: ignore[assignment, method-assign]
 
     def _noted(self, result: T) -> T:
         """The ids of one prompt, or a list of such."""
