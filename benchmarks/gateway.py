@@ -21,6 +21,7 @@ import argparse
 import multiprocessing
 import os
 import platform
+import signal
 import socket
 import statistics
 import subprocess
@@ -93,6 +94,8 @@ class Result(msgspec.Struct, kw_only=True):
 
 def main() -> None:
     options = _options()
+    # So that what was started is ended as well.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="hr-") as name, ExitStack() as stack:
         directory = Path(name)
         addresses = tuple(f"ipc://{directory}/e{number}" for number in range(ENGINES))

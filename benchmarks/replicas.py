@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -65,6 +66,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def main() -> None:
     options = _options()
+    # So that what was started is ended as well.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     earlier = _earlier(options)
     first = 1 + max((turn.round for turn in earlier), default=-1)
     with tempfile.TemporaryDirectory(prefix="hr-") as name, ExitStack() as stack:
