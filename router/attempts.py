@@ -54,7 +54,8 @@ class RunEnded(Exception):
 class Run:
     """One request from its first attempt to its end.
 
-    `engine` is the one that has the request now. `full` and `faulty` are targets (ids) to pass over.
+    `engine` is the one that has the request now. `full` and `faulty` are targets (ids) to pass over. `next_offset` is
+    the output index of the token that comes next. Lives on the running loop.
     """
 
     def __init__(self, request: GenerateRequest, limits: Limits, suspects: asyncio.Lock) -> None:
@@ -69,7 +70,9 @@ class Run:
         self.faulty: set[str] = set()
         self.has_started = False
         self._limits = limits
+        self.next_offset = len(request.resume_ids)
         self._emitted: list[int] = []
+        self._loop = asyncio.get_running_loop()
         self._attempt = request.attempt - 1
         self._faults = 0
         self._stalled_faults = 0
@@ -79,10 +82,6 @@ class Run:
         self._is_alone = False
         self._interrupted = False
         self._waiting_task: asyncio.Task[object] | None = None
-
-    @property
-    def next_offset(self) -> int:
-        return len(self.request.resume_ids) + len(self._emitted)
 
     @property
     def so_far(self) -> GenerateRequest:
@@ -113,6 +112,7 @@ class Run:
             raise DeadlineError("The request's deadline passed before it finished.")
         if output.token_ids:
             self._emitted += output.token_ids
+            self.next_offset += len(output.token_ids)
             if self._stalled_faults:
                 self._stalled_faults = 0
                 self.step_back()
@@ -186,7 +186,7 @@ class Run:
         if self._interrupted:
             raise RunEnded
         # Asked each time: one task may begin a stream and another go on with it.
-        self._waiting_task = task = asyncio.current_task()
+        self._waiting_task = task = asyncio.current_task(self._loop)
         try:
             return await begin()
         except asyncio.CancelledError:

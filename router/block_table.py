@@ -91,9 +91,11 @@ class BlockTable:
 
     def insert_one(self, one: int, age: int) -> int:
         """Return the slot of a fingerprint, which is added if it was not there."""
-        slot = self.find_one(one)
+        starts = [row * WAYS for row in self._choose(one)]
+        rows = [self._print_view[start : start + WAYS].tolist() for start in starts]
+        slot = next((start + int(row.index(one)) for start, row in zip(starts, rows, strict=True) if one in row), -1)
         if slot < 0:
-            slot = self._best_slot(one)
+            slot = self._best_slot(starts, rows)
             if self._print_view[slot]:
                 self._empty(np.array([slot]))
             self._print_view[slot] = one
@@ -101,16 +103,18 @@ class BlockTable:
         self._age_view[slot] = age
         return slot
 
+    def touch_one(self, slot: int, age: int) -> None:
+        """`touch` one slot."""
+        self._age_view[slot] = age
+
     def release_one(self, slot: int) -> None:
         """Free a slot in use if no bit is set about its fingerprint."""
         if not any(view[slot] for views in self._views for view in views):
             self._print_view[slot] = 0
             self.count -= 1
 
-    def _best_slot(self, one: int) -> int:
-        """Return a free slot of the emptier row, or the oldest one of both."""
-        starts = [row * WAYS for row in self._choose(one)]
-        rows = [self._print_view[start : start + WAYS].tolist() for start in starts]
+    def _best_slot(self, starts: list[int], rows: list[list[int]]) -> int:
+        """Return a free slot of the emptier of two rows, or the oldest one of both."""
         emptier = int(rows[1].count(0) > rows[0].count(0))
         if 0 in rows[emptier]:
             return starts[emptier] + int(rows[emptier].index(0))

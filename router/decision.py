@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from heapq import nsmallest
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -96,5 +95,5 @@ class DecisionLog:
 def options_of(candidates: Sequence[Candidate], scores: Sequence[Score], chosen: int) -> tuple[Option, ...]:
     """Pair the cheapest candidates with their scores, the chosen one first."""
     rest = (index for index in range(len(scores)) if index != chosen)
-    kept = nsmallest(KEPT_CANDIDATES - 1, rest, key=lambda index: scores[index].cost)
+    kept = sorted(rest, key=lambda index: scores[index].cost)[: KEPT_CANDIDATES - 1]
     return tuple(Option(candidate=candidates[index], score=scores[index]) for index in (chosen, *kept))

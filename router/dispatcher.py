@@ -18,6 +18,7 @@ from router.dispatches import MAX_SHARED_KEYS, Dispatch, DispatchObserver
 from router.in_flight import OWN, ClaimKey, TargetBooks
 from router.member import DispatchLease, Member, TargetStatus
 from router.pool_rates import PoolRates
+from router.untold import Untold
 from router.values import NO_HIT, Candidate, Hit, Policy, Query, Score, TargetState, Tier
 
 TIE = 0.02
@@ -69,6 +70,11 @@ class Dispatcher:
         self._last_lease_id = 0
         self._untold_trips: Counter[str] = Counter()
         self._peer_claims: dict[ClaimKey, TargetBooks] = {}
+        self._untold = Untold()
+
+    def observe(self, observer: DispatchObserver, own_id: str) -> None:
+        """Tell `observer` of every lease. Peers that tell of theirs know this process as `own_id`."""
+        self.observer, self._untold.own_id = observer, own_id
 
     # Targets
 
@@ -144,7 +150,13 @@ class Dispatcher:
         if not members:
             return None
         hits = self._index.lookup(query) if query.keys else {}
-        candidates = [self._candidate(one, query, hits.get(one.target_id, NO_HIT), now_s) for one in members]
+        untold = self._untold.expected_tokens([one.target_id for one in members])
+        candidates = [
+            self._candidate(
+                one, query, hits.get(one.target_id, NO_HIT), now_s, 0.0 if untold is None else untold[index]
+            )
+            for index, one in enumerate(members)
+        ]
         if len(roomy := [one for one in candidates if one.kv_usage < FULL_KV]) not in (0, len(candidates)):
             passed_over.update((one.target_id, "full") for one in candidates if one.kv_usage >= FULL_KV)
             candidates = roomy
@@ -188,7 +200,7 @@ class Dispatcher:
         passed_over.update((one.target_id, f"breaker {one.breaker.state(now_s)}") for one in broken)
         return members, passed_over, False
 
-    def _candidate(self, member: Member, query: Query, hit: Hit, now_s: float) -> Candidate:
+    def _candidate(self, member: Member, query: Query, hit: Hit, now_s: float, untold_tokens: float) -> Candidate:
         books, rates = member.books, member.rates
         queued, decode_tokens, usage = books.view(query.prompt_tokens - hit.device, query.block_size, now_s)
         return Candidate(
@@ -196,7 +208,7 @@ class Dispatcher:
             in_flight=books.in_flight,
             in_flight_tokens=books.in_flight_tokens,
             unanswered=books.unanswered,
-            queued_uncached_tokens=float(queued),
+            queued_uncached_tokens=queued + untold_tokens,
             decode_tokens=float(decode_tokens),
             kv_usage=usage,
             prefill_rate=self._rates.prefill(rates),
@@ -216,6 +228,7 @@ class Dispatcher:
         lease = DispatchLease(member, self._last_lease_id, decision, hit, query.block_size, self)
         uncached = max(1, query.prompt_tokens - hit.tokens)
         member.books.begin((OWN, lease.lease_id), query.prompt_tokens, uncached, decision.at_s)
+        self._untold.note_own(uncached, decision.at_s)
         self._index.speculate(member.target_id, query.keys)
         if dispatched := getattr(self.policy, "dispatched", None):
             dispatched(query, member.target_id)
@@ -252,6 +265,7 @@ class Dispatcher:
     # What peers dispatched (`RemoteDispatches`)
 
     def peer_dispatched(self, peer_id: str, dispatch: Dispatch) -> None:
+        self._untold.note_peer(peer_id, self.clock())
         member = self._members.get(dispatch.target_id)
         key = (peer_id, dispatch.lease_id)
         if member is None or key in self._peer_claims:
@@ -269,6 +283,7 @@ class Dispatcher:
             books.end((peer_id, lease_id))
 
     def forget_peer(self, peer_id: str) -> None:
+        self._untold.forget_peer(peer_id)
         for key in [key for key in self._peer_claims if key[0] == peer_id]:
             self._peer_claims.pop(key).end(key)
 

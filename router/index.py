@@ -17,17 +17,11 @@ from kvstore.events.digest import Digest, fingerprint
 from kvstore.events.media import Tier
 from kvstore.keys import KEY_BYTES
 from router.block_table import EMPTY, BlockTable, Slots, Words
+from router.few_hits import few_hits
+from router.index_planes import PLANES, RUN, SPECULATIVE, TIERS
 from router.speculation import Speculation
 from router.target_bits import WORD_BITS, TargetBits, mask_of
 from router.values import Hit, Query
-
-TIERS: tuple[Tier, ...] = ("device", "ram", "disk", "remote")
-"""Those that a hit tells apart, in its order."""
-
-PLANES: tuple[Tier, ...] = (*TIERS, "device_run", "device_end")
-RUN, END = 4, 5
-SPECULATIVE = len(PLANES)
-"""The plane behind those of the tiers."""
 
 FILL = 0.75
 SPECULATION_TTL_S = 2.0
@@ -124,13 +118,18 @@ class PrefixIndex:
     def speculate(self, target_id: str, keys: Iterable[bytes], ttl_s: float = SPECULATION_TTL_S) -> None:
         """A request with these keys was sent there: for `ttl_s` they count as on its device."""
         bit = self._bits.get(target_id)
-        prints = _prints(list(keys))
-        if bit is None or not len(prints) or ttl_s <= 0:
+        prints = [fingerprint(key) for key in keys]
+        if bit is None or not prints or ttl_s <= 0:
             return
-        self._speculation.add(bit, prints.tolist(), self._clock() + ttl_s)
+        self._speculation.add(bit, prints, self._clock() + ttl_s)
         self._end_speculation()
-        slots = self._table.insert(np.unique(prints), self._age())
-        self._table.plane(SPECULATIVE)[bit // WORD_BITS, slots[slots >= 0]] |= mask_of(bit)
+        if len(prints) > self._few_keys:
+            slots = self._table.insert(np.unique(np.array(prints, np.uint64)), self._age())
+            self._table.plane(SPECULATIVE)[bit // WORD_BITS, slots[slots >= 0]] |= mask_of(bit)
+            return
+        mask, view, age = int(mask_of(bit)), self._table.view(SPECULATIVE, bit // WORD_BITS), self._age()
+        for one in prints:
+            view[self._table.insert_one(one, age)] |= mask
 
     def lookup(self, query: Query) -> dict[str, Hit]:
         """Return what each target has of the prompt's beginning. Targets that have nothing are left out.
@@ -139,6 +138,8 @@ class PrefixIndex:
         there on the other tiers do, up to theirs. The last token of a prompt is always computed.
         """
         self._end_speculation()
+        if len(query.keys) <= self._few_keys:
+            return few_hits(self._table, self._bits, query, self._age())
         counts: Counts | None = None
         state = (self._bits.live, self._bits.live)
         # An end may be anywhere in a run: where there are such, the whole prompt is one look.
@@ -240,10 +241,21 @@ class PrefixIndex:
         if not self._speculation:
             return
         for bit, ended in self._speculation.pop_ended(self._clock()):
+            if len(ended) <= self._few_keys:
+                self._end_few(bit, ended)
+                continue
             slots = self._table.find(np.array(ended, np.uint64))
             slots = np.unique(slots[slots >= 0])
             self._table.plane(SPECULATIVE)[bit // WORD_BITS, slots] &= ~mask_of(bit)
             self._table.release(slots)
+
+    def _end_few(self, bit: int, ended: Sequence[int]) -> None:
+        mask, view = int(mask_of(bit)), self._table.view(SPECULATIVE, bit // WORD_BITS)
+        for one in ended:
+            slot = self._table.find_one(one)
+            if slot >= 0:
+                view[slot] &= ~mask
+                self._table.release_one(slot)
 
     def _age(self) -> int:
         return int(self._clock() - self._started_s)

@@ -92,7 +92,8 @@ class _World:
     def _connect(self, pools: Sequence[SimPool], delay_s: float) -> None:
         for number, pool in enumerate(pools):
             peers = [peer.dispatcher for peer in pools if peer is not pool]
-            pool.dispatcher.observer = SharedDispatches(f"gateway-{number}", self._time, delay_s, peers)
+            name = f"gateway-{number}"
+            pool.dispatcher.observe(SharedDispatches(name, self._time, delay_s, peers), name)
 
     def _tell(
         self,

@@ -63,7 +63,7 @@ class ModelPool:
         dispatcher = Dispatcher(make_policy(config.policy, clock, rng), index, clock, rng)
         dispatcher.on_answered = self._check_prediction
         if sharing is not None:
-            dispatcher.observer = sharing.observer(name)
+            dispatcher.observe(sharing.observer(name), sharing.peer_id)
             sharing.attach(name, dispatcher)
         limits = AdmissionLimits(
             budget_s=config.prefill_budget_s, max_queued=config.max_queued, max_wait_s=config.queue_timeout_s

@@ -10,6 +10,8 @@ from engine.protocol import EngineInfo
 from engine.wire.client import RemoteState
 from server.health import STATUSES, ServiceState
 
+READY = ServiceState("ready")
+
 
 class ObservedEngine(Protocol):
     """The part of RemoteEngine that is needed here."""
@@ -34,7 +36,12 @@ class EnginesReadiness:
     def state(self) -> ServiceState:
         if not self._is_open():
             return ServiceState("loading", progress=1.0)
-        states = [self._state_of(engine.state()) for engine in self._engines()]
+        states = []
+        for engine in self._engines():
+            state = self._state_of(engine.state())
+            if state.status == "ready":  # nothing is better
+                return state
+            states.append(state)
         if not states:
             return ServiceState("restarting" if self._was_ready else "loading", progress=0.0)
         return min(states, key=_rank)
@@ -62,7 +69,7 @@ class EnginesReadiness:
         match state.state:
             case "ready":
                 self._was_ready = True
-                return ServiceState("ready")
+                return READY
             case "draining":
                 return ServiceState("draining")
             case "failed":

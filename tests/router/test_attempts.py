@@ -8,7 +8,7 @@ from engine.protocol import GenerateRequest, SamplingParams, TokenLogprobs, Toke
 from router.attempts import Limits, Run
 
 
-def test_prompt_logprobs_are_asked_for_until_they_have_come() -> None:
+async def test_prompt_logprobs_are_asked_for_until_they_have_come() -> None:
     request = GenerateRequest(
         request_id="r", prompt_ids=[1, 2], sampling=SamplingParams(logit_bias={3: 1.0}), prompt_logprobs=1
     )

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvstore.events.digest import Digest
 from kvstore.events.media import Tier
 from kvstore.keys import PUBLIC_SCOPE, KeyChain
-from router.index import FILL, PLANES, PrefixIndex
+from router.index import FILL, PrefixIndex
+from router.index_planes import PLANES
 from router.target_bits import SWEEP_SLOTS
 from router.values import Hit, Query
 from tests.support.index_twin import IndexTwin

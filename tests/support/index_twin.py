@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvstore.events.digest import Digest
 from kvstore.events.media import Tier
-from router.index import PLANES
+from router.index_planes import PLANES
 from router.values import Hit, Query
 
 TIERS: tuple[Tier, ...] = ("device", "ram", "disk", "remote")
