@@ -32,6 +32,7 @@ class Fleet:
 
     `gateways` are peers that the registry need not list. It is not ready before its peers have told what they have
     under way, or are silent. Without `with_events` nothing publishes what it caches, and prompts are not looked up.
+    `unready_after_s` is given where all engines are of this machine (server/loop_watch.py).
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Fleet:
         sharing: DispatchSharing | None = None,
         gateways: Sequence[GatewayRecord] = (),
         with_events: bool = True,
+        unready_after_s: float | None = None,
     ) -> None:
         self.pools: dict[str, ModelPool] = {}
         self.opened = asyncio.Event()
@@ -53,6 +55,7 @@ class Fleet:
         self._sharing = sharing
         self._gateways = tuple(gateways)
         self._with_events = with_events
+        self._unready_after_s = unready_after_s
         self._is_synced = sharing is None
         self._context: zmq.Context[zmq.Socket[Any]] = zmq.Context()
         self._gate = CompatibilityGate()
@@ -165,6 +168,7 @@ class Fleet:
                 sharing=self._sharing,
                 with_events=self._with_events,
                 is_open=lambda: self._is_synced,
+                unready_after_s=self._unready_after_s,
             )
             pool.start()
             _keep(self._waits, self._note_opened(pool.model))

@@ -28,6 +28,7 @@ from server.fleet.link import RankLink
 from server.fleet.metrics import TargetsCollector
 from server.fleet.readiness import EnginesReadiness
 from server.fleet.stalls import StallWatch
+from server.loop_watch import LocalLoops
 from server.served_model import ServedModel
 
 SMALL_INDEX_BLOCKS = 1024
@@ -37,7 +38,8 @@ Secure = Callable[[zmq.Socket[Any], str], None]
 
 
 class ModelPool:
-    """`links` are the targets in use. The fleet adds and removes them; `close` at the end."""
+    """`links` are the targets in use. The fleet adds and removes them; `close` at the end. With `unready_after_s` the
+    engines are of this machine, and one whose loop does not move for so long is not ready."""
 
     def __init__(
         self,
@@ -49,6 +51,7 @@ class ModelPool:
         sharing: DispatchSharing | None = None,
         with_events: bool = True,
         is_open: Callable[[], bool] = lambda: True,
+        unready_after_s: float | None = None,
     ) -> None:
         self.name = name
         self.links: dict[str, RankLink] = {}
@@ -65,7 +68,8 @@ class ModelPool:
         limits = AdmissionLimits(budget_s=config.prefill_budget_s, max_queued=config.max_queued)
         self.pool = RoutedPool(dispatcher, admission_limits=limits)
         self.supervisor = Supervisor(self.pool, hedge_after_s=config.hedge_after_s)
-        self.readiness = EnginesReadiness(self.engines, is_open)
+        self._loops = None if unready_after_s is None else LocalLoops(self.engines, unready_after_s)
+        self.readiness = EnginesReadiness(self.engines, is_open, self._is_stuck)
         admin = EveryAdmin(self.engines)
         targets = TargetsCollector(
             name,
@@ -74,7 +78,7 @@ class ModelPool:
         )
         self.model = ServedModel(self.supervisor, self.readiness, name=name, admin=admin, collector=targets)
         self._stalls = StallWatch(self.engines, config.stall_timeout_s)
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
 
     def engines(self) -> list[RemoteEngine]:
         """Those of the targets in use."""
@@ -82,11 +86,13 @@ class ModelPool:
 
     def start(self) -> None:
         self.model.start()
-        self._watch = asyncio.create_task(self._stalls.run())
+        self._watches.append(asyncio.create_task(self._stalls.run()))
+        if self._loops is not None:
+            self._watches.append(asyncio.create_task(self._loops.run()))
 
     async def close(self) -> None:
-        if self._watch is not None:
-            await stop(self._watch)
+        for watch in self._watches:
+            await stop(watch)
         await self.model.close()
         await self.feed.close()
 
@@ -130,6 +136,9 @@ class ModelPool:
         rank, name = link.rank, link.target_id
         if rank.events is not None and not self.feed.follows(name):
             self.feed.open_target(name, rank.events, rank.events_replay, public_key=link.record.public_key)
+
+    def _is_stuck(self, engine: RemoteEngine) -> bool:
+        return self._loops is not None and self._loops.is_stuck(engine)
 
     def _check_prediction(self, target_id: str, predicted: Hit, cached: CachedTokens, block_size: int) -> None:
         if self.feed.is_synced(target_id):

@@ -4,37 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
-from engine.protocol import EngineInfo
-from engine.wire.client import RemoteState
+from engine.wire.client import RemoteEngine
 from server.health import STATUSES, ServiceState
-
-
-class ObservedEngine(Protocol):
-    """The part of RemoteEngine that is needed here."""
-
-    def state(self) -> RemoteState: ...
-
-    async def wait_ready(self) -> EngineInfo: ...
 
 
 class EnginesReadiness:
     """`engines` returns those that are there now. Once one was ready, having none means restarting and no longer
-    loading: requests may wait then. While not `is_open` the process is not ready, whatever its engines are."""
+    loading: requests may wait then. While not `is_open` the process is not ready, whatever its engines are; one that
+    `is_stuck` cannot serve, whatever it has said."""
 
     def __init__(
-        self, engines: Callable[[], Iterable[ObservedEngine]], is_open: Callable[[], bool] = lambda: True
+        self,
+        engines: Callable[[], Iterable[RemoteEngine]],
+        is_open: Callable[[], bool] = lambda: True,
+        is_stuck: Callable[[RemoteEngine], bool] = lambda _engine: False,
     ) -> None:
         self._engines = engines
         self._is_open = is_open
+        self._is_stuck = is_stuck
         self._was_ready = False
         self._grown = asyncio.Event()
 
     def state(self) -> ServiceState:
         if not self._is_open():
             return ServiceState("loading", progress=1.0)
-        states = [self._state_of(engine.state()) for engine in self._engines()]
+        states = [self._state_of(engine) for engine in self._engines()]
         if not states:
             return ServiceState("restarting" if self._was_ready else "loading", progress=0.0)
         return min(states, key=_rank)
@@ -58,8 +53,11 @@ class EnginesReadiness:
         grown, self._grown = self._grown, asyncio.Event()
         grown.set()
 
-    def _state_of(self, state: RemoteState) -> ServiceState:
+    def _state_of(self, engine: RemoteEngine) -> ServiceState:
+        state = engine.state()
         match state.state:
+            case "ready" | "draining" if self._is_stuck(engine):
+                return ServiceState("restarting", progress=0.0)
             case "ready":
                 self._was_ready = True
                 return ServiceState("ready")
