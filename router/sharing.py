@@ -106,6 +106,10 @@ class DispatchSharing:
         for link in self._links.values():
             link.restart()
 
+    def detach(self, pool: str) -> None:
+        """The pool of this name is gone: what peers tell of it is only counted."""
+        self._receivers.pop(pool, None)
+
     def open(self) -> None:
         """Bind; `address` then has the port. Raises zmq.ZMQError when the address cannot be had."""
         self._teller = _Teller(self._context, self.address, self._own, self.peer_id, self._keys, self.counters)
@@ -314,6 +318,7 @@ class _Link:
         self._stream = 0
         self._left_until: float | None = None
         self.leases = PeerLeases(receivers)
+        self._reader: _Reader | None = None
         self._connect()
 
     @property
@@ -331,7 +336,9 @@ class _Link:
         self._connect()
 
     def close(self) -> None:
-        self._reader.close()
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
         self.leases.forget()
         self.leases = PeerLeases(self._receivers)
 
@@ -341,7 +348,8 @@ class _Link:
                 self.restart()
             return
         # What has arrived is read first: after a pause of this process everybody seems to have been silent.
-        self._reader.read()
+        if self._reader is not None:
+            self._reader.read()
         if self._left_until is None and now_s - self._heard_s >= SILENCE_S:
             if self.is_synced:
                 self._counters["lost_peers"] += 1
@@ -354,14 +362,28 @@ class _Link:
         self._left_until = None
         self._stream += 1
         self.leases = PeerLeases(self._receivers)
-        socket: Socket = self._context.socket(zmq.DEALER)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.MAXMSGSIZE, MAX_TELLER_FRAME_BYTES)
-        if self._keys is not None and self._peer.public_key is not None:
-            self._keys.secure_client(socket, self._peer.public_key)
-        socket.connect(self._peer.address)
+        try:
+            socket = self._open_socket()
+        except zmq.ZMQError as error:
+            # An address that nobody can have, or no descriptors left: the second may pass.
+            log.warning("the peer %s cannot be followed: %s", self._peer.address, error)
+            self._leave(REFUSED_PAUSE_S)
+            return
         self._reader = _Reader(socket, self._receive)
         socket.send(msgspec.msgpack.encode(Follow(SHARING_VERSION, self._stream)), zmq.NOBLOCK)
+
+    def _open_socket(self) -> Socket:
+        socket: Socket = self._context.socket(zmq.DEALER)
+        try:
+            socket.set(zmq.LINGER, 0)
+            socket.set(zmq.MAXMSGSIZE, MAX_TELLER_FRAME_BYTES)
+            if self._keys is not None and self._peer.public_key is not None:
+                self._keys.secure_client(socket, self._peer.public_key)
+            socket.connect(self._peer.address)
+        except zmq.ZMQError:
+            socket.close(0)
+            raise
+        return socket
 
     def _receive(self, frames: list[bytes]) -> None:
         try:

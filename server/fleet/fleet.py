@@ -13,17 +13,28 @@ from typing import Any
 import msgspec
 import zmq
 
+from engine.errors import ConfigError
 from engine.wire.curve import KeyPair, secure_client
 from router.registry.base import GatewayRecord, Registry, WorkerRecord
 from router.registry.compat import CompatibilityGate, compatibility_digest
+from router.registry.records import MAX_RECORDS
 from router.sharing import DispatchSharing, peers_of
 from router.values import TargetState
 from server.config import RoutingConfig
+from server.connection import max_connections
 from server.fleet.link import RankLink, target_id
 from server.fleet.model_pool import ModelPool, stop
 from server.served_model import ServedModel
 
 log = logging.getLogger("headrace.fleet")
+
+MAX_LINKS = 2048
+"""Ranks of all workers. Each has two threads here."""
+
+LINK_FDS = 16
+"""More than a link has. ZeroMQ ends a process that has no descriptors left, so links take half of them at most."""
+
+MAX_MODELS = 256
 
 
 class Fleet:
@@ -57,13 +68,15 @@ class Fleet:
         self._with_events = with_events
         self._unready_after_s = unready_after_s
         self._is_synced = sharing is None
+        self._max_links = min(MAX_LINKS, max_connections() // 2 // LINK_FDS)
         self._context: zmq.Context[zmq.Socket[Any]] = zmq.Context()
         self._gate = CompatibilityGate()
         self._records: tuple[WorkerRecord, ...] = ()
-        self._foreign: set[str] = set()
+        self._told: dict[str, str] = {}
         self._links: dict[str, RankLink] = {}
         self._changes: set[asyncio.Task[None]] = set()
         self._waits: set[asyncio.Task[None]] = set()
+        self._notes: dict[str, asyncio.Task[None]] = {}
         self._watches: list[asyncio.Task[None]] = []
 
     def served(self) -> Sequence[ServedModel]:
@@ -80,7 +93,7 @@ class Fleet:
             self._watches.append(asyncio.create_task(self._watch_gateways(self._sharing)))
 
     async def close(self) -> None:
-        for task in (*self._watches, *self._waits):
+        for task in (*self._watches, *self._waits, *self._notes.values()):
             await stop(task)
         if self._changes:
             await asyncio.wait(self._changes)
@@ -93,8 +106,12 @@ class Fleet:
     async def _watch_workers(self) -> None:
         async for records in self._registry.watch():
             self._records = tuple(record for record in records if self._is_spoken(record))
-            self._connect()
-            self._reconcile()
+            try:
+                self._connect()
+                self._reconcile()
+            except Exception:
+                # Whatever somebody has written into the registry, the next list counts.
+                log.exception("a list of workers could not be followed")
 
     async def _watch_gateways(self, sharing: DispatchSharing) -> None:
         async for gateways in self._registry.watch_gateways():
@@ -106,10 +123,17 @@ class Fleet:
         """Whether the worker is one of ours. Others are told once."""
         if record.dialect == "headrace":
             return True
-        if record.worker_id not in self._foreign:
-            self._foreign.add(record.worker_id)
-            log.warning("worker %s speaks %s and is not used: gateways route to ours", record.worker_id, record.dialect)
+        about = f"worker {record.worker_id} speaks {record.dialect} and is not used: gateways route to ours"
+        self._complain(record.worker_id, about)
         return False
+
+    def _complain(self, about: str, text: str) -> None:
+        """Warn, unless that was said already."""
+        if self._told.get(about) != text:
+            if len(self._told) >= MAX_RECORDS:
+                self._told.clear()
+            self._told[about] = text
+            log.warning("%s", text)
 
     def _connect(self) -> None:
         """Have one link for every listed rank, and none for any other."""
@@ -129,9 +153,18 @@ class Fleet:
                 _keep(self._changes, pool.drop(name))
             _keep(self._waits, link.retire())
         for name, (record, rank) in listed.items():
-            if name not in self._links:
-                self._links[name] = link = RankLink(record, rank, self._keys, self._changed)
-                link.open()
+            if name in self._links:
+                continue
+            if len(self._links) >= self._max_links:
+                self._complain("links", f"more than {self._max_links} ranks are listed: the last are not used")
+                return
+            try:
+                link = RankLink(record, rank, self._keys, self._changed)
+            except ConfigError as error:
+                self._complain(name, f"worker {record.worker_id} cannot be connected to: {error}")
+                continue
+            self._links[name] = link
+            link.open()
 
     def _changed(self, link: RankLink, is_new_process: bool) -> None:
         if self._links.get(link.target_id) is not link:
@@ -145,6 +178,8 @@ class Fleet:
         known = [_as_known(record, self._links) for record in self._records]
         admitted = self._gate.admit(known)
         for record in admitted:
+            if record.model not in self.pools and not self._may_open(record):
+                continue
             pool = self._pool(record.model)
             for rank in record.ranks:
                 link = self._links.get(target_id(record.worker_id, rank.dp_rank))
@@ -156,6 +191,21 @@ class Fleet:
             for link in list(pool.links.values()):
                 if link.record.worker_id not in allowed:
                     _keep(self._changes, pool.drop(link.target_id))
+
+    def _may_open(self, record: WorkerRecord) -> bool:
+        """Whether a model gets a pool: there is room, also at the place of one that nobody has any more."""
+        if len(self.pools) < MAX_MODELS:
+            return True
+        listed = {one.model for one in self._records}
+        gone = next((name for name, pool in self.pools.items() if name not in listed and not pool.is_busy), None)
+        if gone is None:
+            self._complain("models", f"more than {MAX_MODELS} models are listed: {record.model} is not served")
+            return False
+        _keep(self._changes, self.pools.pop(gone).close())
+        self._notes.pop(gone).cancel()
+        if self._sharing is not None:
+            self._sharing.detach(gone)
+        return True
 
     def _pool(self, model: str) -> ModelPool:
         pool = self.pools.get(model)
@@ -171,7 +221,7 @@ class Fleet:
                 unready_after_s=self._unready_after_s,
             )
             pool.start()
-            _keep(self._waits, self._note_opened(pool.model))
+            self._notes[model] = asyncio.create_task(self._note_opened(pool.model))
         return pool
 
     async def _note_opened(self, model: ServedModel) -> None:

@@ -84,6 +84,11 @@ class ModelPool:
         """Those of the targets in use."""
         return [link.engine for link in self.links.values()]
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is under way, also one that waits."""
+        return self.supervisor.num_running > 0
+
     def start(self) -> None:
         self.model.start()
         self._watches.append(asyncio.create_task(self._stalls.run()))
