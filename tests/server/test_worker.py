@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
+import socket
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -193,6 +196,29 @@ async def test_a_model_that_cannot_be_loaded_ends_the_worker_with_its_reason(tmp
     with worker_process(tmp_path, config(engine=EngineConfig(model="bad-model"), dp=2)) as worker:
         assert await worker.exit_code() == 1  # the command line makes 2 of a ModelError
         assert "failed: The file weights.bin ends too early." in worker.text
+
+
+async def test_garbage_and_silent_connections_at_all_ports_harm_nobody(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    with worker_process(tmp_path, config()) as worker, ExitStack() as strangers:
+        record = await worker.ready_ranks(1)
+        (rank,) = record.ranks
+        (core,) = worker.cores
+        places = [rank.wire, rank.events, rank.events_replay, record.http_url]
+        ports = [int(place.rpartition(":")[2]) for place in places if place is not None]
+        greeting = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x01NULL".ljust(64, b"\0")
+        for port in ports:
+            for number in range(20):
+                stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+                if number % 4:  # the others say nothing at all
+                    stranger.sendall((greeting if number % 2 else b"") + rng.randbytes(rng.randint(1, 2000)))
+                if number % 3:
+                    stranger.close()
+        with connections(record) as (engine,):
+            await engine.wait_ready()
+            assert (await collect(engine, request())).token_ids == scripted_tokens(1, 20)
+        assert (await worker.get("/ready"))[0] == 200
+        assert worker.cores == [core]
 
 
 async def test_with_keys_only_listed_gateways_reach_it(tmp_path: Path) -> None:
