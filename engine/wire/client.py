@@ -8,6 +8,7 @@ and at most one future per request: no task, no lock.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -298,7 +299,8 @@ class RemoteEngine:
             raise RequestError(f"Request {request.request_id} is running already.", param="request_id")
         if len(self._streams) >= MAX_STREAMS:
             raise PressureError(f"{MAX_STREAMS} requests are running already.")
-        frame = self._encode(wire.Submit(request))
+        sent_unix_s = None if request.deadline_unix_s is None else time.time()
+        frame = self._encode(wire.Submit(request, sent_unix_s))
         if len(frame) > wire.MAX_CLIENT_FRAME_BYTES:
             raise RequestError(f"The request is larger than {wire.MAX_CLIENT_FRAME_BYTES} bytes.", param="prompt")
         if old is not None:
