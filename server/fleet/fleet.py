@@ -32,7 +32,7 @@ MAX_LINKS = 2048
 """Ranks of all workers. Each has two threads here."""
 
 LINK_FDS = 12
-"""Of a link and its KV events. ZeroMQ ends a process that has no descriptors left, so links take half of them at most."""
+"""Of a link and its KV events. ZeroMQ ends a process that has none left, so links take half of them at most."""
 
 MAX_MODELS = 256
 

@@ -79,7 +79,7 @@ async def test_streams_follow_a_worker_that_is_restarted_elsewhere_under_its_id(
     async with await server.client() as client:
         used: list[tuple[int, int]] = []
         for _ in range(2):
-            streams = [asyncio.create_task(ask(client, 400)) for _ in range(4)]
+            streams = [asyncio.create_task(ask(client, 1000)) for _ in range(4)]
             await wait_running([worker], 4)
             worker = _moved(fleet, worker)
             await asyncio.gather(*streams)
