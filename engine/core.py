@@ -392,7 +392,9 @@ class EngineCore:
     # ---- deadlines
 
     def _watch_deadline(self, deadline_unix_s: float, request: Request) -> None:
-        heapq.heappush(self._deadlines, (deadline_unix_s, request.order[1], request))
+        # In the monotonic clock's time: from here on it does not matter when the wall clock is set.
+        deadline_s = self._clock() + deadline_unix_s - self._wall_clock()
+        heapq.heappush(self._deadlines, (deadline_s, request.order[1], request))
         # Requests that ended in time stay in the heap until their deadline; clear them out before they outnumber the
         # live ones, which costs O(1) per request on average.
         if len(self._deadlines) > 2 * len(self._requests) + 64:
@@ -402,8 +404,8 @@ class EngineCore:
     def _expire_deadlines(self) -> None:
         if not self._deadlines:
             return
-        now_unix_s = self._wall_clock()
-        while self._deadlines and self._deadlines[0][0] <= now_unix_s:
+        now_s = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
             request = heapq.heappop(self._deadlines)[2]
             if not request.finished:
                 self._end(request, "abort", error="the deadline has passed", error_code="deadline_exceeded")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -22,6 +22,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Numerics = Literal["default", "invariant"]
 GroupKind = Literal["full", "sliding_window"]
 KVTier = Literal["device", "ram", "disk", "remote"]
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Size = Annotated[int, msgspec.Meta(ge=1, lt=2**24)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+"""Checked where they are decoded: whoever computes with them has numbers that can be."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -140,10 +145,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class CachedTokens(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens whose KV was not computed again, by the tier they came from."""
 
-    device: int = 0
-    ram: int = 0
-    disk: int = 0
-    remote: int = 0
+    device: Count = 0
+    ram: Count = 0
+    disk: Count = 0
+    remote: Count = 0
 
     @property
     def total(self) -> int:
@@ -169,8 +174,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     attempt: int
-    offset: int
-    token_ids: list[int]
+    offset: Count
+    token_ids: list[Count]
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     logprobs: list[TokenLogprobs] | None = None
@@ -229,18 +234,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     numerics: Numerics
     operators: str
-    max_model_len: int
-    vocab_size: int
+    max_model_len: Size
+    vocab_size: Size
     eos_ids: tuple[int, ...]
-    block_size: int
+    block_size: Size
     kv_groups: tuple[KVGroupSpec, ...]
-    kv_capacity_tokens: int
-    max_running: int
+    kv_capacity_tokens: Count
+    max_running: Size
     text: TextAssets
     generation_defaults: dict[str, float | int] = {}
     step_group: str | None = None
     threads: int = 1
-    pid: int = 0
+    pid: Count = 0
 
     @property
     def numerics_fingerprint(self) -> str:
@@ -258,25 +263,25 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     counts as prefill; `decode_*` is of the steps without any: tokens sampled, tokens attended to, and time.
     """
 
-    running: int = 0
-    waiting: int = 0
-    waiting_kv: int = 0
-    queued_uncached_tokens: int = 0
-    kv_blocks_used: int = 0
-    kv_blocks_total: int = 0
-    steps_total: int = 0
-    preemptions_total: int = 0
-    prompt_tokens_total: int = 0
-    cached_tokens_total: int = 0
-    output_tokens_total: int = 0
-    requests_total: dict[str, int] = {}
-    prefill_tokens_total: int = 0
-    prefill_busy_s_total: float = 0.0
+    running: Count = 0
+    waiting: Count = 0
+    waiting_kv: Count = 0
+    queued_uncached_tokens: Count = 0
+    kv_blocks_used: Count = 0
+    kv_blocks_total: Count = 0
+    steps_total: Count = 0
+    preemptions_total: Count = 0
+    prompt_tokens_total: Count = 0
+    cached_tokens_total: Count = 0
+    output_tokens_total: Count = 0
+    requests_total: dict[str, Count] = {}
+    prefill_tokens_total: Count = 0
+    prefill_busy_s_total: Seconds = 0.0
     draining: bool = False
-    running_context_tokens: int = 0
-    decode_tokens_total: int = 0
-    decode_context_tokens_total: int = 0
-    decode_busy_s_total: float = 0.0
+    running_context_tokens: Count = 0
+    decode_tokens_total: Count = 0
+    decode_context_tokens_total: Count = 0
+    decode_busy_s_total: Seconds = 0.0
 
 
 class Engine(Protocol):

@@ -5,6 +5,7 @@ Knows addresses and batches. Who is a target, and when it goes, its owner says.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ from kvstore.events.messages import AllBlocksCleared, BlockHash, BlockStored, Ev
 from kvstore.events.subscriber import EventSubscriber, Socket
 from kvstore.keys import KEY_BYTES
 from router.index import PrefixIndex
+
+log = logging.getLogger("headrace.feed")
 
 
 class TargetView:
@@ -148,8 +151,13 @@ class IndexFeed:
             secure=None if secure is None or key is None else lambda socket: secure(socket, key),
             on_batch=lambda batch: self._note_lag(target_id, batch),
         )
+        try:
+            subscriber.open()
+        except zmq.ZMQError as error:
+            log.warning("the KV events at %s cannot be followed: %s", events, error)
+            self._index.drop_target(target_id)
+            return
         self._subscribers[target_id] = subscriber
-        subscriber.open()
 
     async def close_target(self, target_id: str) -> None:
         """Stop, and forget what the target has. Unknown ones are ignored."""

@@ -17,6 +17,10 @@ FETCH_SPEEDUP: dict[Tier, float] = {"ram": 20.0, "disk": 5.0, "remote": 4.0}
 """How much faster than computing a tier's blocks are assumed to arrive until it has been measured."""
 
 
+MIN_SECONDS = 1e-6
+"""No step is faster. What is measured stays finite, whatever an engine reports."""
+
+
 class Meter:
     """A `rate` from pairs (amount, seconds), None until there is one.
 
@@ -32,7 +36,7 @@ class Meter:
         self._seconds = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        if amount <= 0 or seconds <= 0:
+        if amount <= 0 or seconds < MIN_SECONDS:
             return
         fading = 0.5 ** (seconds / self._half_life_s)
         self._amounts = self._amounts * fading + amount * amount

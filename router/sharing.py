@@ -65,6 +65,10 @@ class DispatchSharing:
         for link in self._links.values():
             link.restart()
 
+    def detach(self, pool: str) -> None:
+        """The pool of this name is gone: what peers tell of it is only counted."""
+        self._receivers.pop(pool, None)
+
     def open(self) -> None:
         """Bind; `address` then has the port. Raises zmq.ZMQError when the address cannot be had."""
         self._teller = Teller(

@@ -66,6 +66,8 @@ class Link:
         self.is_double = False
         """Whether its peer is followed under another address, or is this process."""
         self.leases = PeerLeases(receivers)
+        self._socket: Socket | None = None
+        self._reader: SocketReader | None = None
         self._connect()
 
     @property
@@ -91,7 +93,7 @@ class Link:
         return decisions
 
     async def _ask(self, request_id: str, skip: int) -> Told | None:
-        if not self.is_synced:
+        if not self.is_synced or self._reader is None:
             return None
         self._last_question += 1
         number = self._last_question
@@ -112,7 +114,9 @@ class Link:
         self._connect()
 
     def close(self) -> None:
-        self._reader.close()
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._socket = None
         for answer in self._questions.values():
             if not answer.done():
                 answer.set_result(None)
@@ -125,7 +129,8 @@ class Link:
                 self.restart()
             return
         # What has arrived is read first: after a pause of this process everybody seems to have been silent.
-        self._reader.read()
+        if self._reader is not None:
+            self._reader.read()
         if self._left_until is None and now_s - self._heard_s >= SILENCE_S:
             if self.is_synced:
                 self._counters["lost_peers"] += 1
@@ -138,18 +143,32 @@ class Link:
         self._left_until = None
         self._stream += 1
         self.leases = PeerLeases(self._receivers)
-        self._socket: Socket = self._context.socket(zmq.DEALER)
-        socket = self._socket
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.MAXMSGSIZE, MAX_TELLER_FRAME_BYTES)
-        if self._keys is not None and self._peer.public_key is not None:
-            self._keys.secure_client(socket, self._peer.public_key)
-        socket.connect(self._peer.address)
-        self._reader = SocketReader(socket, self._receive)
+        try:
+            self._socket = self._open_socket()
+        except zmq.ZMQError as error:
+            # An address that nobody can have, or no descriptors left: the second may pass.
+            log.warning("the peer %s cannot be followed: %s", self._peer.address, error)
+            self._leave(REFUSED_PAUSE_S)
+            return
+        self._reader = SocketReader(self._socket, self._receive)
         self._send(Follow(SHARING_VERSION, self._stream))
+
+    def _open_socket(self) -> Socket:
+        socket: Socket = self._context.socket(zmq.DEALER)
+        try:
+            socket.set(zmq.LINGER, 0)
+            socket.set(zmq.MAXMSGSIZE, MAX_TELLER_FRAME_BYTES)
+            if self._keys is not None and self._peer.public_key is not None:
+                self._keys.secure_client(socket, self._peer.public_key)
+            socket.connect(self._peer.address)
+        except zmq.ZMQError:
+            socket.close(0)
+            raise
+        return socket
 
     def _send(self, message: FollowerMessage) -> None:
         """Raises zmq.Again when the peer has not read for thousands of messages."""
+        assert self._socket is not None, "the link is connected"
         self._socket.send(msgspec.msgpack.encode(message), zmq.NOBLOCK)
 
     def _receive(self, frames: list[bytes]) -> None:

@@ -130,6 +130,7 @@ async def _fleet(spec: ApiSpec, footing: Footing) -> AsyncGenerator[Fleet, None]
             gateways=footing.gateways,
             with_events=footing.with_events,
             foreign=footing.foreign,
+            unready_after_s=spec.config.cores.unready_after_s if spec.discovery is None else None,
         )
     finally:
         await footing.close()

@@ -69,9 +69,21 @@ class Child:
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
                 return code
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return None if self._process is None else self._process.pid
+
     def stop(self, signum: int = signal.SIGTERM) -> None:
         """Signal the process and start no other. `keep_running` returns when it has gone."""
         self._stopping.set()
+        self._signal(signum)
+
+    def kill(self) -> None:
+        """End the process at once; another is started in its place, unless it was stopped."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, signum: int) -> None:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signum)

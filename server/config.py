@@ -26,6 +26,14 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     index_blocks: int = 1_000_000
 
 
+class CoresConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What becomes of an engine of this machine whose loop does not move (server/loop_watch.py): it is not ready after
+    `unready_after_s`, and replaced after `restart_after_s` (None: never)."""
+
+    unready_after_s: float = 10.0
+    restart_after_s: float | None = 30.0
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`keep_alive_s` is the idle time of HTTP connections, `sse_keep_alive_s` the pause after which a stream sends a
     comment. `drain_timeout_s` bounds how long running streams may go on after SIGTERM. `request_timeout_s` None means
@@ -37,6 +45,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     engine: EngineConfig = EngineConfig()
+    cores: CoresConfig = CoresConfig()
     routing: RoutingConfig = RoutingConfig()
     host: str = "127.0.0.1"
     port: int = 8000
@@ -87,10 +96,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of `headrace worker`. `listen` and `events_listen` are ZeroMQ addresses of the first rank (server/worker/
     addresses.py), `advertise` the host by which others reach them. `register` names a registry, None is none.
 
-    `wire_key_file` and `wire_clients_file` are read by engine/wire/curve.py. `insecure` allows to be without.
+    `wire_key_file` and `wire_clients_file` are read by engine/wire/curve.py. `insecure` allows to be without. What
+    ServeConfig has as well is the same here.
     """
 
     engine: EngineConfig = EngineConfig()
+    cores: CoresConfig = CoresConfig()
     listen: str = "tcp://127.0.0.1:5570"
     events_listen: str | None = None
     advertise: str | None = None

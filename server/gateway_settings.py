@@ -67,5 +67,5 @@ GATEWAY_OWN_SETTINGS: tuple[Setting, ...] = (
 
 GATEWAY_SETTINGS: tuple[Setting, ...] = (
     *GATEWAY_OWN_SETTINGS,
-    *(one for one in SETTINGS if not one.field.startswith("engine.") and one.name != "replicas"),
+    *(one for one in SETTINGS if not one.field.startswith(("engine.", "cores.")) and one.name != "replicas"),
 )

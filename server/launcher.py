@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import tempfile
 import uuid
@@ -17,28 +16,26 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.errors import ConfigError, HeadraceError, ModelError
+from engine.errors import ConfigError
 from engine.wire.client import RemoteEngine
 from router.registry.base import GatewayRecord, RankAddress, WorkerRecord
 from server.access.credentials import Credentials
 from server.access.usage_table import table_bytes
 from server.api_spec import ApiSpec
 from server.card import facts, print_card
-from server.child import Child, ChildSpec, stop_children
+from server.child import Child, ChildSpec
 from server.config import GatewayConfig, ServeConfig
 from server.core_process import CoreSpec
 from server.fleet.discovery import discovery_of
+from server.lifecycle import Lifecycle
 from server.loading_bar import show_loading
+from server.local_core import LocalCore
 from server.logs import configure
 from server.ready_probe import wait_answering
 
 log = logging.getLogger(__name__)
 
-MODEL_FAILED_CODE = 2
 LISTEN_BACKLOG = 2048
-
-STOP_GRACE_S = 5.0
-"""What a child gets beyond the drain before it is killed."""
 
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel's limit is 107 on Linux and 103 on macOS."""
@@ -134,7 +131,7 @@ def _gateway(index: int, directory: str) -> GatewayRecord:
 
 
 class Launcher:
-    """The children of one server, from their start to their end. Lives for one `run()`."""
+    """The processes of one server, and what it says of them. Lives for one `run()`."""
 
     def __init__(
         self,
@@ -146,66 +143,33 @@ class Launcher:
         *,
         with_key: bool,
     ) -> None:
-        self._cores = [Child(core, final_codes={MODEL_FAILED_CODE}) for core in cores]
-        self._apis = [Child(api) for api in apis]
-        self._engines = [RemoteEngine(address) for address in addresses]
+        self._cores = [
+            LocalCore(spec, RemoteEngine(address, watch_load=True), config.cores)
+            for spec, address in zip(cores, addresses, strict=True)
+        ]
+        self._life = Lifecycle(self._cores, [Child(api) for api in apis], config.drain_timeout_s)
         self._url = url
         self._with_key = with_key
-        self._drain_timeout_s = config.drain_timeout_s
         self._log_format = config.log_format
-        self._stop = asyncio.Event()
-        self._signals: list[int] = []
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._on_signal, signum)
-        for engine in self._engines:
-            engine.open()
+        """Return the exit code. Raises ModelError when the model cannot be loaded."""
         announcing = asyncio.create_task(self._announce())
-        cores = [asyncio.create_task(core.keep_running()) for core in self._cores]
-        apis = [asyncio.create_task(api.keep_running()) for api in self._apis]
-        stop = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait({stop, *cores, *apis}, return_when=asyncio.FIRST_COMPLETED)
-            failed = [index for index, core in enumerate(cores) if core.done()]
-            failure = await failure_of(self._engines[failed[0]]) if failed and not self._stop.is_set() else None
-            # Streams need their engine to their end, so those go last.
-            await stop_children(self._apis, apis, STOP_GRACE_S + (0 if failure else self._drain_timeout_s))
-            await stop_children(self._cores, cores, STOP_GRACE_S)
+            return await self._life.run()
         finally:
-            for child in (*self._apis, *self._cores):
-                child.stop(signal.SIGKILL)
-            ended = asyncio.gather(*cores, *apis, return_exceptions=True)
-            await ended
-            stop.cancel()
             announcing.cancel()
-            for engine in self._engines:
-                engine.close()
-        for result in ended.result():
-            if isinstance(result, BaseException):
-                raise result
-        if failure is not None:
-            raise failure
-        return 128 + self._signals[-1] if len(self._signals) > 1 else 0
-
-    def _on_signal(self, signum: int) -> None:
-        self._signals.append(signum)
-        if len(self._signals) == 1:
-            log.info("stopping: running streams may take %g s more", self._drain_timeout_s)
-            self._stop.set()
-            return
-        for child in (*self._apis, *self._cores):
-            child.stop(signal.SIGKILL)
+            for core in self._cores:
+                core.close()
 
     async def _announce(self) -> None:
-        if not self._engines:
+        if not self._cores:
             await wait_answering(self._url)
             log.info("the gateway is ready at %s", self._url)
             return
         # They load the same model at the same time: one bar is enough.
-        await show_loading(self._engines[0])
-        infos = [await engine.wait_ready() for engine in self._engines]
+        await show_loading(self._cores[0].engine)
+        infos = [await core.engine.wait_ready() for core in self._cores]
         info = infos[0]
         await wait_answering(self._url)
         if self._log_format == "json":  # Who parses the log finds one object on every line.
@@ -213,17 +177,6 @@ class Launcher:
             return
         log.info("%s is ready at %s", info.model, self._url)
         print_card(info, self._url, with_key=self._with_key, replicas=len(infos))
-
-
-async def failure_of(engine: RemoteEngine) -> HeadraceError:
-    """Return why the engine's process gave up. It told the wire before it ended."""
-    try:
-        async with asyncio.timeout(STOP_GRACE_S):
-            while (error := engine.state().error) is None:
-                await engine.wait_changed()
-    except TimeoutError:
-        return ModelError("The model cannot be loaded.", hint="The log above has the reason.")
-    return error
 
 
 def listen(host: str, port: int) -> socket.socket:

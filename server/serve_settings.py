@@ -148,6 +148,22 @@ SETTINGS: tuple[Setting, ...] = (
         low=1,
     ),
     Setting(
+        name="core-unready-after",
+        field="cores.unready_after_s",
+        section=FLEET,
+        help="An engine of this machine whose loop does not move for so long is not ready.",
+        kind="duration",
+        low=1,
+    ),
+    Setting(
+        name="core-restart-after",
+        field="cores.restart_after_s",
+        section=FLEET,
+        help="An engine whose loop does not move for so long is killed and started again; `none` never does.",
+        kind="duration",
+        low=1,
+    ),
+    Setting(
         name="index-blocks",
         field="routing.index_blocks",
         section=FLEET,

@@ -22,6 +22,8 @@ from server.traffic import draining_error
 logger = logging.getLogger("headrace.http")
 
 RETRY_DESCRIBE_S = 0.2
+RETRY_BROKEN_S = 5.0
+"""Another engine may be there by then, whose text is right."""
 
 
 class ServedModel:
@@ -112,11 +114,12 @@ class ServedModel:
                 info = await self.engine.describe()
                 if self.relays is None:
                     self._text = await TextService.open(self.engine, info)
-                self._info = info
+                self._info, self._failure = info, None
                 self.opened.set()
             except (PressureError, EngineError):
                 await asyncio.sleep(RETRY_DESCRIBE_S)
             except Exception as error:
-                logger.exception("the model's text assets cannot be used")
+                if self._failure is None:
+                    logger.exception("the model's text assets cannot be used")
                 self._failure = str(error) if isinstance(error, HeadraceError) else "the model's text assets are broken"
-                return
+                await asyncio.sleep(RETRY_BROKEN_S)

@@ -8,6 +8,7 @@ and at most one future per request: no task, no lock.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -43,6 +44,9 @@ MAX_STREAMS = 16_384
 
 REFUSED_RETRY_S = 1.0
 REFUSED_MESSAGE = "The engine and this process do not accept each other's keys."
+
+MAX_ASSET_BYTES = 256 * 1024 * 1024
+"""The largest tokenizers have 40 MB."""
 
 CALL_TIMEOUT_S = 30.0
 """For the control calls. An engine answers between two steps."""
@@ -260,6 +264,8 @@ class RemoteEngine:
             if not isinstance(reply, wire.AssetReply):
                 raise EngineError("The engine answered with something else than an asset.")
             data += reply.data
+            if max(reply.size_bytes, len(data)) > MAX_ASSET_BYTES:
+                raise EngineError(f"The asset is larger than {MAX_ASSET_BYTES} bytes.")
             if len(data) >= reply.size_bytes or not reply.data:
                 return bytes(data)
 
@@ -293,7 +299,8 @@ class RemoteEngine:
             raise RequestError(f"Request {request.request_id} is running already.", param="request_id")
         if len(self._streams) >= MAX_STREAMS:
             raise PressureError(f"{MAX_STREAMS} requests are running already.")
-        frame = self._encode(wire.Submit(request))
+        sent_unix_s = None if request.deadline_unix_s is None else time.time()
+        frame = self._encode(wire.Submit(request, sent_unix_s))
         if len(frame) > wire.MAX_CLIENT_FRAME_BYTES:
             raise RequestError(f"The request is larger than {wire.MAX_CLIENT_FRAME_BYTES} bytes.", param="prompt")
         if old is not None:
@@ -375,17 +382,24 @@ class RemoteEngine:
             self._retry = None
         if self._session is not None:
             self._session.close()
+            self._session = None
         self._owed_credit = self.submits_sent = 0
         self._load.forget()
-        self._session = Session(
-            self._context,
-            self.address,
-            self._receive,
-            self._caught_up,
-            self._disconnected,
-            self._refused,
-            self._secure,
-        )
+        try:
+            self._session = Session(
+                self._context,
+                self.address,
+                self._receive,
+                self._caught_up,
+                self._disconnected,
+                self._refused,
+                self._secure,
+            )
+        except zmq.ZMQError as error:
+            # An address that nobody can have, or no descriptors left: the second may pass.
+            self._retry = asyncio.get_running_loop().call_later(REFUSED_RETRY_S, self._connect)
+            self._change(msgspec.structs.replace(self._state, message=f"It cannot be connected to: {error.strerror}."))
+            return
         self._send(wire.Hello(wire.WIRE_VERSION, OUTPUT_CREDIT))
         if self._watch_load:
             self._send(wire.WatchLoad(LOAD_CREDIT))

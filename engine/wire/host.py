@@ -262,9 +262,9 @@ class WireHost:
             case wire.WatchLoad(count):
                 peer.load_credit = min(peer.load_credit + max(0, count), MAX_CREDIT)
                 self._reports.watch(peer)
-            case wire.Submit(request):
+            case wire.Submit(request, sent_unix_s):
                 peer.submits += 1
-                self._submit(peer, request)
+                self._submit(peer, _in_own_time(request, sent_unix_s))
                 self._reports.note_change()
             case wire.Finish(request_id, keep_tokens):
                 if self._core is not None and (route := peer.running.get(request_id)):
@@ -418,3 +418,11 @@ class WireHost:
             self._routes.close(route)
             if self._core is not None:
                 self._core.abort(route.key)
+
+
+def _in_own_time(request: GenerateRequest, sent_unix_s: float | None) -> GenerateRequest:
+    """Return the request with its deadline in this host's time, where the peer has told its own."""
+    if request.deadline_unix_s is None or sent_unix_s is None:
+        return request
+    left_s = request.deadline_unix_s - sent_unix_s
+    return msgspec.structs.replace(request, deadline_unix_s=time.time() + left_s)

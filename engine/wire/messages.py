@@ -53,9 +53,11 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Run a request under the peer's own id, which is free again once its terminal output was sent."""
+    """Run a request under the peer's own id, which is free again once its terminal output was sent. `sent_unix_s` is
+    the peer's clock, which its deadline is in: two hosts' clocks differ."""
 
     request: GenerateRequest
+    sent_unix_s: float | None = None
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, tag=3):

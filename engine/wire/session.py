@@ -2,7 +2,7 @@
 
 A session is never reused: when the connection is lost the client closes it and opens another, so nothing that was meant
 for one engine process reaches the next. Until the two ends have shaken hands, ZeroMQ tries again and keeps what is
-sent.
+sent. Raises zmq.ZMQError for an address that cannot be, and when the process has no descriptors left.
 """
 
 from __future__ import annotations
@@ -51,10 +51,18 @@ class Session:
         self._on_frame, self._on_caught_up, self._on_lost = on_frame, on_caught_up, on_lost
         self._on_refused = on_refused
         self._loop = asyncio.get_running_loop()
-        self._open = True
+        self._open = False
         self._reading = False
         self._has_met = False
         self._socket = context.socket(zmq.DEALER)
+        try:
+            self._start(address, secure)
+        except BaseException:
+            self._socket.disable_monitor()
+            self._socket.close(0)
+            raise
+
+    def _start(self, address: str, secure: Callable[[Socket], None] | None) -> None:
         if secure is not None:
             secure(self._socket)
         self._socket.set(zmq.LINGER, 0)
@@ -66,13 +74,18 @@ class Session:
         self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         self._socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_EVENTS)
+        # A queue signals only to a reader that has found it empty: without this first look no event ever wakes us.
+        self._monitor.get(zmq.EVENTS)
+        try:
+            self._socket.connect(address)
+        except BaseException:
+            self._monitor.close(0)
+            raise
+        self._open = True
         self._socket_fd = self._socket.fileno()
         self._monitor_fd = self._monitor.fileno()
         self._loop.add_reader(self._socket_fd, self._read)
         self._loop.add_reader(self._monitor_fd, self._read_monitor)
-        # A queue signals only to a reader that has found it empty: without this first look no event ever wakes us.
-        self._monitor.get(zmq.EVENTS)
-        self._socket.connect(address)
 
     def send(self, frame: bytes) -> None:
         self._socket.send(frame, zmq.NOBLOCK)

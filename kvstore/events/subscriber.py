@@ -47,6 +47,13 @@ RETRY_MAX_S = 5.0
 SILENCE_S = 15.0
 """A publisher with heartbeats that is silent for so long is out of reach, and what it holds is not known any more."""
 
+NUMBER_BYTES = 8
+MAX_ANSWER_BYTES = 1024 * 1024 * 1024
+"""A dump of thirty million blocks. What waits to be taken over is bounded by it, whoever answers."""
+
+MESSAGE_BYTES = 256
+"""What a message costs beside its payload."""
+
 MAX_BATCHES_PER_TURN = 64
 SLICE_BYTES = 1024 * KEY_BYTES
 """Of a dump. The loop has other work than events."""
@@ -97,10 +104,14 @@ class EventSubscriber:
     def open(self) -> None:
         loop = asyncio.get_running_loop()
         socket = self._context.socket(zmq.SUB)
-        self._prepare(socket)
-        socket.set(zmq.RCVHWM, UNREAD_BATCHES)
-        socket.set(zmq.SUBSCRIBE, self._topic.encode())
-        socket.connect(self._address)
+        try:
+            self._prepare(socket)
+            socket.set(zmq.RCVHWM, UNREAD_BATCHES)
+            socket.set(zmq.SUBSCRIBE, self._topic.encode())
+            socket.connect(self._address)
+        except zmq.ZMQError:
+            socket.close(0)
+            raise
         self._socket, self._fd = socket, int(socket.fileno())
         loop.add_reader(self._fd, self._read)
         self._heard_s = time.monotonic()
@@ -150,6 +161,8 @@ class EventSubscriber:
         try:
             _, number, payload = frames
             batch = decode_batch(payload)
+            if len(number) != NUMBER_BYTES:
+                raise BadEventError("a number has 8 bytes")
         except ValueError:
             # It may have been anything: the number behind it will show that something is missing.
             self.malformed += 1
@@ -202,7 +215,7 @@ class EventSubscriber:
 
     async def _load_dump(self, messages: list[Message]) -> None:
         parts = [msgspec.msgpack.decode(payload, type=DumpPart) for _, payload in messages]
-        if not parts or [part.part for part in parts] != list(range(parts[0].parts)):
+        if not parts or any((part.part, part.parts) != (at, len(parts)) for at, part in enumerate(parts)):
             raise ValueError("the dump is incomplete")
         self._view.clear()
         for part in parts:
@@ -228,7 +241,7 @@ class EventSubscriber:
         try:
             for number, payload in await self._exchange(DIGEST):
                 self.stream.check(number, decode_batch(payload))
-        except (TimeoutError, BadEventError) as error:
+        except (TimeoutError, ValueError, zmq.ZMQError) as error:
             log.info("no digest from %s: %s", self._replay_address, error or "too slow")
         if self.stream.need is not None:
             self._recover()
@@ -237,6 +250,7 @@ class EventSubscriber:
         """Ask over a connection of its own: no answer to an earlier question can come in between."""
         assert self._replay_address is not None
         messages: list[Message] = []
+        size_bytes = 0
         with zmq.asyncio.Socket(self._context, zmq.DEALER) as socket:
             self._prepare(socket)
             socket.connect(self._replay_address)
@@ -246,6 +260,9 @@ class EventSubscriber:
                 if len(frames) < 3:
                     raise BadEventError("an answer has an empty frame, a number and a payload")
                 number, payload = frames[-2:]
+                size_bytes += len(payload) + MESSAGE_BYTES
+                if len(number) != NUMBER_BYTES or size_bytes > MAX_ANSWER_BYTES:
+                    raise BadEventError("an answer's number has 8 bytes, and it comes to an end")
                 if number == END_NUMBER:
                     return messages
                 messages.append((int.from_bytes(number, "big"), payload))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import re
+import struct
 from collections.abc import Iterable
 from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
+from zmq.utils import z85
 
 from router.registry.base import Dialect, GatewayRecord, Record, WorkerRecord
 
@@ -27,9 +29,13 @@ MAX_TEXT_CHARACTERS = 512
 
 ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 DIGEST = re.compile(r"([0-9a-f]{8,128})?")
-PUBLIC_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 OTHER_URL = re.compile(r"(auto|openai|sglang|llama_server|text)\+(.*)")
-ZMQ_ADDRESS = re.compile(r"tcp://[^\s/]{1,255}:[0-9]{1,5}|ipc://\S{1,255}")
+TCP_ADDRESS = re.compile(
+    r"tcp://(?:[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9_.-]{1,32})?\]):([0-9]{1,5})"
+)
+IPC_ADDRESS = re.compile(r"ipc://(\S+)")
+MAX_IPC_PATH_BYTES = 103
+"""The kernel's limit is 107 on Linux and 103 on macOS."""
 
 
 class RecordError(ValueError):
@@ -66,11 +72,11 @@ def check_record(record: Record) -> None:
     """Raise RecordError for values that nobody may act on."""
     if isinstance(record, GatewayRecord):
         _check(ID.fullmatch(record.gateway_id), "gateway_id")
-        _check(ZMQ_ADDRESS.fullmatch(record.dispatches), "dispatches")
+        _check(is_zmq_address(record.dispatches), "dispatches")
     else:
         _check_worker(record)
     _check(ID.fullmatch(record.incarnation), "incarnation")
-    _check(record.public_key is None or PUBLIC_KEY.fullmatch(record.public_key), "public_key")
+    _check(record.public_key is None or is_public_key(record.public_key), "public_key")
 
 
 def _check_worker(record: WorkerRecord) -> None:
@@ -84,14 +90,30 @@ def _check_worker(record: WorkerRecord) -> None:
     _check(record.is_ours or record.http_url is not None, "http_url")
     _check(record.is_ours or not record.ranks, "ranks")
     places = (record.events, record.events_replay)
-    _check(all(place is None or ZMQ_ADDRESS.fullmatch(place) for place in places), "events")
+    _check(all(place is None or is_zmq_address(place) for place in places), "events")
     _check(len(record.events_topic) <= MAX_TEXT_CHARACTERS and record.events_topic.isprintable(), "events_topic")
     numbers = {rank.dp_rank for rank in record.ranks}
     _check(len(numbers) == len(record.ranks) and all(0 <= number < 2**16 for number in numbers), "dp_rank")
     for rank in record.ranks:
         _check(rank.incarnation is None or ID.fullmatch(rank.incarnation), "ranks")
         addresses = (rank.wire, rank.events, rank.events_replay)
-        _check(all(address is None or ZMQ_ADDRESS.fullmatch(address) for address in addresses), "ranks")
+        _check(all(address is None or is_zmq_address(address) for address in addresses), "ranks")
+
+
+def is_zmq_address(address: str) -> bool:
+    """Whether it is one place that a socket can connect to: host and port, or a path that the kernel takes."""
+    if tcp := TCP_ADDRESS.fullmatch(address):
+        return 0 < int(tcp[1]) < 2**16
+    ipc = IPC_ADDRESS.fullmatch(address)
+    return ipc is not None and address.isprintable() and len(ipc[1].encode(errors="replace")) <= MAX_IPC_PATH_BYTES
+
+
+def is_public_key(text: str) -> bool:
+    """Whether it is Z85 of 32 bytes: every five characters are a number below 2 ** 32."""
+    try:
+        return len(text) == 40 and len(z85.decode(text)) == 32
+    except (KeyError, ValueError, struct.error):
+        return False
 
 
 def is_http_url(url: str) -> bool:

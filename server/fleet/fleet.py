@@ -13,13 +13,16 @@ from typing import Any
 import msgspec
 import zmq
 
+from engine.errors import ConfigError
 from engine.wire.curve import KeyPair, secure_client
 from router.decision import Decision
 from router.registry.base import GatewayRecord, RankAddress, Registry, WorkerRecord
 from router.registry.compat import CompatibilityGate, compatibility_digest
+from router.registry.records import MAX_RECORDS
 from router.sharing import DispatchSharing, peers_of
 from router.values import TargetState
 from server.config import RoutingConfig
+from server.connection import max_connections
 from server.fleet.foreign_link import ForeignLink
 from server.fleet.link import FleetLink, RankLink, target_id
 from server.fleet.model_pool import ModelPool, stop
@@ -34,6 +37,14 @@ log = logging.getLogger("headrace.fleet")
 HEALTH_LOOKS = 5
 """How often the health of a worker of another make is looked at within the time after which it counts as stalled."""
 
+MAX_LINKS = 2048
+"""Ranks of all workers. Each has two threads here."""
+
+LINK_FDS = 12
+"""Of a link and its KV events. ZeroMQ ends a process that has none left, so links take half of them at most."""
+
+MAX_MODELS = 256
+
 
 class Fleet:
     """The `Models` of a process that routes. `start` on the loop that uses it, `close` at the end; the registry and the
@@ -41,7 +52,8 @@ class Fleet:
 
     `gateways` are peers that the registry need not list. It is not ready before its peers have told what they have
     under way, or are silent. Without `with_events` nothing publishes what it caches, and prompts are not looked up.
-    `foreign` is what workers of other makes need.
+    `foreign` is what workers of other makes need. `unready_after_s` is given where all engines are of this machine
+    (server/loop_watch.py).
     """
 
     def __init__(
@@ -54,6 +66,7 @@ class Fleet:
         gateways: Sequence[GatewayRecord] = (),
         with_events: bool = True,
         foreign: ForeignSettings | None = None,
+        unready_after_s: float | None = None,
     ) -> None:
         self.pools: dict[str, ModelPool] = {}
         self.opened = asyncio.Event()
@@ -64,7 +77,9 @@ class Fleet:
         self._sharing = sharing
         self._gateways = tuple(gateways)
         self._with_events = with_events
+        self._unready_after_s = unready_after_s
         self._is_synced = sharing is None
+        self._max_links = min(MAX_LINKS, max_connections() // 2 // LINK_FDS)
         self._context: zmq.Context[zmq.Socket[Any]] = zmq.Context()
         self._gate = CompatibilityGate()
         self._records: tuple[WorkerRecord, ...] = ()
@@ -72,9 +87,10 @@ class Fleet:
         self._foreign = foreign or ForeignSettings()
         self._foreign_gate = ForeignGate()
         self._texts = Texts(self._foreign.tokenizers, self._reconcile)
-        self._told_textless: set[str] = set()
+        self._told: dict[str, str] = {}
         self._changes: set[asyncio.Task[None]] = set()
         self._waits: set[asyncio.Task[None]] = set()
+        self._notes: dict[str, asyncio.Task[None]] = {}
         self._watches: list[asyncio.Task[None]] = []
         if sharing is not None:
             sharing.find_decisions = self._find_decisions
@@ -98,7 +114,7 @@ class Fleet:
             self._watches.append(asyncio.create_task(self._watch_gateways(self._sharing)))
 
     async def close(self) -> None:
-        for task in (*self._watches, *self._waits):
+        for task in (*self._watches, *self._waits, *self._notes.values()):
             await stop(task)
         if self._changes:
             await asyncio.wait(self._changes)
@@ -115,14 +131,26 @@ class Fleet:
     async def _watch_workers(self) -> None:
         async for records in self._registry.watch():
             self._records = records
-            self._connect()
-            self._reconcile()
+            try:
+                self._connect()
+                self._reconcile()
+            except Exception:
+                # Whatever somebody has written into the registry, the next list counts.
+                log.exception("a list of workers could not be followed")
 
     async def _watch_gateways(self, sharing: DispatchSharing) -> None:
         async for gateways in self._registry.watch_gateways():
             sharing.set_peers(peers_of((*self._gateways, *gateways)))
             await sharing.wait_synced()
             self._is_synced = True
+
+    def _complain(self, about: str, text: str) -> None:
+        """Warn, unless that was said already."""
+        if self._told.get(about) != text:
+            if len(self._told) >= MAX_RECORDS:
+                self._told.clear()
+            self._told[about] = text
+            log.warning("%s", text)
 
     def _connect(self) -> None:
         """Have one link for every listed rank, and none for any other."""
@@ -142,9 +170,18 @@ class Fleet:
                 _keep(self._changes, pool.drop(name))
             _keep(self._waits, link.retire())
         for name, (record, rank) in listed.items():
-            if name not in self._links:
-                self._links[name] = link = self._link(record, rank)
-                link.open()
+            if name in self._links:
+                continue
+            if len(self._links) >= self._max_links:
+                self._complain("links", f"more than {self._max_links} ranks are listed: the last are not used")
+                return
+            try:
+                link = self._link(record, rank)
+            except ConfigError as error:
+                self._complain(name, f"worker {record.worker_id} cannot be connected to: {error}")
+                continue
+            self._links[name] = link
+            link.open()
 
     def _link(self, record: WorkerRecord, rank: RankAddress | None) -> FleetLink:
         if rank is not None:
@@ -165,6 +202,8 @@ class Fleet:
         admitted = self._gate.admit(known)
         others = {record.model for record in self._records if not record.is_ours}
         for record in admitted:
+            if not self._may_open(record):
+                continue
             pool = self._pool(record.model)
             if pool.is_relayed:
                 continue
@@ -184,9 +223,26 @@ class Fleet:
                 if link.record.worker_id not in allowed:
                     _keep(self._changes, pool.drop(link.target_id))
 
+    def _may_open(self, record: WorkerRecord) -> bool:
+        """Whether a model has a pool or gets one: there is room, also at the place of one that nobody has any more."""
+        if record.model in self.pools or len(self.pools) < MAX_MODELS:
+            return True
+        listed = {one.model for one in self._records}
+        gone = next((name for name, pool in self.pools.items() if name not in listed and not pool.is_busy), None)
+        if gone is None:
+            self._complain("models", f"more than {MAX_MODELS} models are listed: {record.model} is not served")
+            return False
+        _keep(self._changes, self.pools.pop(gone).close())
+        self._notes.pop(gone).cancel()
+        if self._sharing is not None:
+            self._sharing.detach(gone)
+        return True
+
     def _use_foreign(self, link: ForeignLink) -> bool:
         """Let a worker of another make serve if it may. Returns whether it may, as far as is known."""
         record, facts = link.record, link.facts
+        if not self._may_open(record):
+            return False
         if facts is None:
             # What it is its record may say before it can be reached: the model is known then, and loading.
             if record.dialect != "auto":
@@ -211,13 +267,11 @@ class Fleet:
         model = record.model
         self._texts.want(model)
         has_own = any(one.model == model and one.is_ours for one in self._records)
-        if not has_own and not self._texts.has_source(model) and record.worker_id not in self._told_textless:
-            self._told_textless.add(record.worker_id)
-            log.warning(
-                "worker %s is not used: nothing here knows the tokenizer of %s. Give --tokenizer, or list it with the"
-                " dialect text",
-                record.worker_id,
-                model,
+        if not has_own and not self._texts.has_source(model):
+            self._complain(
+                f"text of {record.worker_id}",
+                f"worker {record.worker_id} is not used: nothing here knows the tokenizer of {model}. Give --tokenizer,"
+                " or list it with the dialect text",
             )
         return self._texts.get(model)
 
@@ -233,9 +287,10 @@ class Fleet:
                 with_events=self._with_events,
                 is_open=lambda: self._is_synced,
                 is_relayed=is_relayed,
+                unready_after_s=self._unready_after_s,
             )
             pool.start()
-            _keep(self._waits, self._note_opened(pool.model))
+            self._notes[model] = asyncio.create_task(self._note_opened(pool.model))
         return pool
 
     async def _note_opened(self, model: ServedModel) -> None:

@@ -28,6 +28,7 @@ from server.fleet.metrics import TargetsCollector
 from server.fleet.readiness import EnginesReadiness
 from server.fleet.stalls import StallWatch
 from server.foreign.relay_supervisor import RelaySupervisor
+from server.loop_watch import HeardEngine, LocalLoops
 from server.served_model import ServedModel
 
 SMALL_INDEX_BLOCKS = 1024
@@ -38,7 +39,8 @@ Secure = Callable[[zmq.Socket[Any], str], None]
 
 class ModelPool:
     """`links` are the targets in use. The fleet adds and removes them; `close` at the end. A pool that `is_relayed` has
-    servers that give text only: what they answer is passed on."""
+    servers that give text only: what they answer is passed on. With `unready_after_s` the engines are of this machine,
+    and one whose loop does not move for so long is not ready."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class ModelPool:
         with_events: bool = True,
         is_open: Callable[[], bool] = lambda: True,
         is_relayed: bool = False,
+        unready_after_s: float | None = None,
     ) -> None:
         self.name = name
         self.is_relayed = is_relayed
@@ -71,7 +74,8 @@ class ModelPool:
         self.pool = RoutedPool(dispatcher, admission_limits=limits)
         self.supervisor = Supervisor(self.pool, hedge_after_s=config.hedge_after_s)
         relays = RelaySupervisor(self.pool, self.supervisor) if is_relayed else None
-        self.readiness = EnginesReadiness(self.engines, is_open)
+        self._loops = None if unready_after_s is None else LocalLoops(self.engines, unready_after_s)
+        self.readiness = EnginesReadiness(self.engines, is_open, self._is_stuck)
         admin = EveryAdmin(self.engines)
         targets = TargetsCollector(
             name,
@@ -89,19 +93,26 @@ class ModelPool:
             relays=relays,
         )
         self._stalls = StallWatch(self.engines, config.stall_timeout_s)
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
 
     def engines(self) -> list[FleetEngine]:
         """Those of the targets in use."""
         return [link.engine for link in self.links.values()]
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is under way, also one that waits."""
+        return self.supervisor.num_running > 0
+
     def start(self) -> None:
         self.model.start()
-        self._watch = asyncio.create_task(self._stalls.run())
+        self._watches.append(asyncio.create_task(self._stalls.run()))
+        if self._loops is not None:
+            self._watches.append(asyncio.create_task(self._loops.run()))
 
     async def close(self) -> None:
-        if self._watch is not None:
-            await stop(self._watch)
+        for watch in self._watches:
+            await stop(watch)
         await self.model.close()
         await self.feed.close()
 
@@ -152,6 +163,9 @@ class ModelPool:
                 foreign=place.is_foreign,
                 topic=place.topic,
             )
+
+    def _is_stuck(self, engine: HeardEngine) -> bool:
+        return self._loops is not None and self._loops.is_stuck(engine)
 
     def _check_prediction(self, target_id: str, predicted: Hit, cached: CachedTokens, block_size: int) -> None:
         if self.feed.is_synced(target_id):

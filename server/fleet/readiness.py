@@ -7,29 +7,32 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from engine.protocol import EngineInfo
-from engine.wire.client import RemoteState
 from server.health import STATUSES, ServiceState
+from server.loop_watch import HeardEngine
 
 READY = ServiceState("ready")
 
 
-class ObservedEngine(Protocol):
-    """The part of RemoteEngine that is needed here."""
-
-    def state(self) -> RemoteState: ...
+class ObservedEngine(HeardEngine, Protocol):
+    """The part of an engine elsewhere that is needed here."""
 
     async def wait_ready(self) -> EngineInfo: ...
 
 
 class EnginesReadiness:
     """`engines` returns those that are there now. Once one was ready, having none means restarting and no longer
-    loading: requests may wait then. While not `is_open` the process is not ready, whatever its engines are."""
+    loading: requests may wait then. While not `is_open` the process is not ready, whatever its engines are; one that
+    `is_stuck` cannot serve, whatever it has said."""
 
     def __init__(
-        self, engines: Callable[[], Iterable[ObservedEngine]], is_open: Callable[[], bool] = lambda: True
+        self,
+        engines: Callable[[], Iterable[ObservedEngine]],
+        is_open: Callable[[], bool] = lambda: True,
+        is_stuck: Callable[[ObservedEngine], bool] = lambda _engine: False,
     ) -> None:
         self._engines = engines
         self._is_open = is_open
+        self._is_stuck = is_stuck
         self._was_ready = False
         self._grown = asyncio.Event()
 
@@ -38,7 +41,7 @@ class EnginesReadiness:
             return ServiceState("loading", progress=1.0)
         states = []
         for engine in self._engines():
-            state = self._state_of(engine.state())
+            state = self._state_of(engine)
             if state.status == "ready":  # nothing is better
                 return state
             states.append(state)
@@ -65,8 +68,11 @@ class EnginesReadiness:
         grown, self._grown = self._grown, asyncio.Event()
         grown.set()
 
-    def _state_of(self, state: RemoteState) -> ServiceState:
+    def _state_of(self, engine: ObservedEngine) -> ServiceState:
+        state = engine.state()
         match state.state:
+            case "ready" | "draining" if self._is_stuck(engine):
+                return ServiceState("restarting", progress=0.0)
             case "ready":
                 self._was_ready = True
                 return READY

@@ -28,7 +28,7 @@ class RanksCollector(Collector):
         for rank in self._ranks:
             label = str(rank.number)
             ready.add_metric([label], float(rank.is_ready))
-            starts.add_metric([label], rank.child.starts)
+            starts.add_metric([label], rank.starts)
             for event, count in rank.engine.host_counters.items():
                 wire.add_metric([label, event], count)
         yield from (ready, starts, wire)

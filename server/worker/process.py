@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import uuid
 from collections.abc import Sequence
@@ -18,10 +17,10 @@ from engine.protocol import EngineInfo
 from engine.wire.curve import KeyPair
 from router.registry.base import Announcement, Registry, WorkerRecord
 from router.registry.open import open_registry
-from server.child import stop_children
 from server.config import WorkerConfig
 from server.health import ServiceState
-from server.launcher import STOP_GRACE_S, failure_of, listen, url_of
+from server.launcher import listen, url_of
+from server.lifecycle import Lifecycle
 from server.logs import configure
 from server.wire_access import check_not_open, read_wire_keys
 from server.worker.addresses import RankPlaces, open_places
@@ -95,45 +94,25 @@ class Worker:
         self._public_key = None if keys is None else keys.public
         self._registry = registry
         self._changed = asyncio.Event()
-        self._stop = asyncio.Event()
-        self._signals: list[int] = []
         self._info: EngineInfo | None = None
         self.ranks = [
             Rank(number, place, config, keys, core_module, self._changed.set) for number, place in enumerate(places)
         ]
+        # The cores drain themselves: each ends when nothing runs there any more, or when its time is over.
+        self.life = Lifecycle([rank.core for rank in self.ranks], (), config.drain_timeout_s, self._changed.set)
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._on_signal, signum)
+        """Return the exit code. Raises ModelError when the model cannot be loaded."""
         for rank in self.ranks:
             rank.open()
         announcing = asyncio.create_task(self._announce())
         announcing.add_done_callback(_tell_failure)
-        cores = [asyncio.create_task(rank.child.keep_running()) for rank in self.ranks]
-        stop = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait({stop, *cores}, return_when=asyncio.FIRST_COMPLETED)
-            failed = [rank for rank, core in zip(self.ranks, cores, strict=True) if core.done()]
-            failure = await failure_of(failed[0].engine) if failed and not self._stop.is_set() else None
-            self._begin_stop()
-            # The cores drain themselves: each ends when nothing runs there any more, or when its time is over.
-            grace_s = STOP_GRACE_S + (0 if failure else self._config.drain_timeout_s)
-            await stop_children([rank.child for rank in self.ranks], cores, grace_s)
+            return await self.life.run()
         finally:
-            for rank in self.ranks:
-                rank.child.stop(signal.SIGKILL)
-            ended = await asyncio.gather(*cores, return_exceptions=True)
-            stop.cancel()
             await self._withdraw(announcing)
             for rank in self.ranks:
                 rank.close()
-        for result in ended:
-            if isinstance(result, BaseException):
-                raise result
-        if failure is not None:
-            raise failure
-        return 128 + self._signals[-1] if len(self._signals) > 1 else 0
 
     # --- what others see ----------------------------------------------------------------------------------------------
 
@@ -143,7 +122,7 @@ class Worker:
         state = state_of(
             [rank.is_ready for rank in self.ranks],
             [rank.is_draining for rank in self.ranks],
-            is_stopping=self._stop.is_set(),
+            is_stopping=self.life.is_stopping,
         )
         return make_record(
             self._config,
@@ -206,21 +185,6 @@ class Worker:
                     await self._registry.close()
         except TimeoutError:
             log.warning("the registry does not answer: the record of this worker runs out by itself")
-
-    # --- the end ------------------------------------------------------------------------------------------------------
-
-    def _begin_stop(self) -> None:
-        self._stop.set()
-        self._changed.set()
-
-    def _on_signal(self, signum: int) -> None:
-        self._signals.append(signum)
-        if len(self._signals) == 1:
-            log.info("draining: running requests may take %g s more", self._config.drain_timeout_s)
-            self._begin_stop()
-            return
-        for rank in self.ranks:
-            rank.child.stop(signal.SIGKILL)
 
 
 def _tell_failure(announcing: asyncio.Task[None]) -> None:

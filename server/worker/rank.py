@@ -13,10 +13,10 @@ from engine.protocol import EngineLoad
 from engine.wire.client import RemoteEngine
 from engine.wire.curve import KeyPair
 from router.registry.base import RankAddress
-from server.child import Child, ChildSpec
+from server.child import ChildSpec
 from server.config import WorkerConfig
 from server.core_process import CoreSpec, WireSecurity
-from server.launcher import MODEL_FAILED_CODE
+from server.local_core import LocalCore
 from server.worker.addresses import RankPlaces
 
 log = logging.getLogger(__name__)
@@ -37,25 +37,30 @@ class Rank:
         self.number = number
         self._places = places
         self._on_change = on_change
-        self.child = Child(_core_child(number, places, config, core_module), final_codes={MODEL_FAILED_CODE})
         self.engine = RemoteEngine(
             places.wire.local, keys=keys, server_key=None if keys is None else keys.public, watch_load=True
         )
+        self.core = LocalCore(_core_child(number, places, config, core_module), self.engine, config.cores, on_change)
         self._watching: asyncio.Task[None] | None = None
         self._draining = False
 
     def open(self) -> None:
-        self.engine.open()
+        """Follow the state of the core, which is opened by whoever runs it."""
         self._watching = asyncio.create_task(self._watch())
 
     def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        self.engine.close()
+        self.core.close()
 
     @property
     def is_ready(self) -> bool:
-        return self.engine.is_ready
+        return self.core.is_ready
+
+    @property
+    def starts(self) -> int:
+        """Of the core's process."""
+        return self.core.child.starts
 
     @property
     def is_draining(self) -> bool:

@@ -6,7 +6,14 @@ from server.config import WorkerConfig
 from server.serve_settings import SETTINGS
 from server.setting import WORKER, Setting
 
-_SHARED = ("drain_timeout_s", "admin_key_file", "log_level", "log_format")
+_SHARED = (
+    "cores.unready_after_s",
+    "cores.restart_after_s",
+    "drain_timeout_s",
+    "admin_key_file",
+    "log_level",
+    "log_format",
+)
 
 OWN_SETTINGS: tuple[Setting, ...] = (
     Setting(

@@ -119,6 +119,24 @@ async def test_the_only_engine_may_fall_silent(tiny_model: Path, tmp_path: Path)
         await wait_replaced(server, core, 1)
 
 
+@pytest.mark.parametrize("harm", [hold for hold, _ in HOLDS], ids=["stuck", "stopped"])
+async def test_an_engine_that_stays_silent_is_replaced(tiny_model: Path, tmp_path: Path, harm: signal.Signals) -> None:
+    questions = tiny_questions(tiny_model)
+    flags = {**TINY, "core_unready_after": "1s", "core_restart_after": "3s"}
+    async with crowd_on(tmp_path, str(tiny_model), questions, 1, **flags) as (server, crowd):
+        await crowd.wait_answers(len(questions) // 2)
+        core = server.core
+        send(core, signal.SIGSTOP)
+
+        async def is_unready() -> bool:
+            return (await server.get("/ready"))[0] == 503
+
+        await until(is_unready, "the server is not ready", limit_s=LIMIT_S)
+        await wait_replaced(server, core, 1)
+        await wait_ready(server)
+        await crowd.wait_answers(len(questions))
+
+
 async def test_engines_are_restarted_by_drain_one_after_the_other(tiny_model: Path, tmp_path: Path) -> None:
     questions = tiny_questions(tiny_model)
     async with crowd_on(tmp_path, str(tiny_model), questions, 2, **TINY) as (server, crowd):

@@ -209,6 +209,22 @@ def test_a_deadline_ends_running_and_waiting_requests() -> None:
     assert later.finish_reason == "length"
 
 
+def test_a_wall_clock_that_is_set_ends_nothing_and_keeps_nothing_going() -> None:
+    world = World()
+    early = world.submit(make_request("a", max_tokens=90, ignore_eos=True, deadline_unix_s=world.now_s + 1))
+    late = world.submit(make_request("b", max_tokens=30, ignore_eos=True, deadline_unix_s=world.now_s + 100))
+    world.step()
+    world.wall_ahead_s = 3600.0
+    for _ in range(10):
+        world.step()
+    assert (early.finish_reason, late.finish_reason) == (None, None)
+    world.wall_ahead_s = -3600.0
+    world.now_s += 2
+    world.run()
+    assert early.outputs[-1].error_code == "deadline_exceeded"
+    assert late.finish_reason == "length"
+
+
 def test_deadlines_of_ended_requests_are_not_kept_for_ever() -> None:
     world = World(check=False)
     for number in range(1000):

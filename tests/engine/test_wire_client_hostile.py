@@ -12,8 +12,9 @@ import pytest
 import zmq
 
 from engine.config import EngineConfig
-from engine.errors import EngineDiedError, RequestFailedError
+from engine.errors import EngineDiedError, EngineError, RequestFailedError
 from engine.protocol import EngineLoad, TokenOutput
+from engine.wire import client as engine_client
 from engine.wire import messages as wire
 from engine.wire.client import RemoteEngine
 from tests.support.scripted_engine import scripted_info
@@ -178,6 +179,63 @@ async def test_noise_from_the_engine_is_counted_and_dropped(host: RawHost, engin
     await host.received(wire.Submit)
     host.send(wire.Outputs([TokenOutput("r", 0, 0, [1], "stop")]))
     assert (await task).token_ids == [1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"running": -1},
+        {"kv_blocks_total": 2**60},
+        {"prefill_busy_s_total": float("nan")},
+        {"decode_busy_s_total": float("inf")},
+        {"decode_busy_s_total": -1.0},
+        {"requests_total": {"stop": -1}},
+    ],
+    ids=str,
+)
+async def test_a_load_that_cannot_be_is_noise(host: RawHost, engine: RemoteEngine, fields: dict[str, Any]) -> None:
+    await host.serve()
+    await engine.wait_ready()
+    host.send(wire.LoadReport(0, EngineLoad(**fields)), wire.LoadReport(0, EngineLoad(running=3)))
+    await until(lambda: engine.latest_load == EngineLoad(running=3), "the sound report is taken")
+    assert engine.counters["malformed_frames"] == 1
+
+
+@pytest.mark.parametrize("fields", [{"block_size": 0}, {"vocab_size": 2**31}, {"max_model_len": -1}], ids=str)
+async def test_an_engine_of_impossible_shape_is_not_ready(
+    host: RawHost, engine: RemoteEngine, fields: dict[str, int]
+) -> None:
+    await host.received(wire.Hello)
+    host.send(wire.Welcome(wire.WIRE_VERSION, "one"), wire.Status("ready"))
+    await host.received(wire.Describe)
+    host.send(wire.InfoReply(0, msgspec.structs.replace(scripted_info(EngineConfig()), **fields)))
+    await until(lambda: engine.counters["malformed_frames"] == 1, "it is noise")
+    assert not engine.is_ready
+
+
+async def test_an_asset_without_end_is_given_up(
+    host: RawHost, engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "MAX_ASSET_BYTES", 1000)
+    await host.serve()
+    await engine.wait_ready()
+    for size_bytes, data in ((2**40, b"x"), (0, b"x" * 1001)):
+        asked = asyncio.create_task(engine.fetch_asset("d"))
+        call = await host.received(wire.FetchAsset)
+        host.send(wire.AssetReply(call.call_id, size_bytes, data))
+        with pytest.raises(EngineError, match="larger than"):
+            await asked
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:99999", "ipc:///" + "x" * 200, "nonsense"], ids=ascii)
+async def test_an_address_that_nobody_can_have_is_told_and_harms_nobody(address: str) -> None:
+    engine = RemoteEngine(address)
+    engine.open()
+    assert engine.state().message.startswith(("It cannot be connected to", "Waiting"))
+    engine.give_up("Enough.")
+    with pytest.raises(EngineDiedError):
+        await collect(engine, request())
+    engine.close()
 
 
 async def test_a_new_incarnation_means_that_every_request_is_gone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,20 @@ def test_a_flood_does_not_keep_the_engine_from_its_step(bench: Bench) -> None:
         bench.host.pump(1.0)
         pumps += 1
     assert pumps >= 4
+
+
+@pytest.mark.parametrize("behind_s", [-3600.0, 3600.0])
+def test_a_peer_whose_clock_is_another_gets_the_time_that_it_asks_for(bench: Bench, behind_s: float) -> None:
+    bench.serve()
+    peer = bench.welcomed()
+    its_now_s = time.time() - behind_s
+    peer.send(wire.Submit(request("told", count=5, deadline_unix_s=its_now_s + 60), its_now_s))
+    peer.send(wire.Submit(request("untold", count=5, deadline_unix_s=its_now_s + 60)))
+    bench.pump_until(lambda: len(bench.core.running) == 2)
+    told, untold = bench.core.running
+    assert told.deadline_unix_s is not None
+    assert 0 < told.deadline_unix_s - time.time() <= 60
+    assert untold.deadline_unix_s == its_now_s + 60
 
 
 def test_draining_refuses_and_lets_run_what_runs(bench: Bench) -> None:

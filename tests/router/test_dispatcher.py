@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from typing import Any
+
+import msgspec
+import pytest
 
 from engine.protocol import CachedTokens, EngineLoad
 from router.decision import KEPT_CANDIDATES, DecisionLog
@@ -12,7 +16,7 @@ from router.dispatcher import Dispatcher
 from router.dispatches import Dispatch
 from router.index import PrefixIndex
 from router.member import DispatchLease
-from router.policies.registry import make_policy
+from router.policies.registry import POLICY_NAMES, make_policy
 from router.values import Hit, Query
 
 KEYS = [bytes([number]) * 32 for number in range(40)]
@@ -40,6 +44,31 @@ class World:
 
 def ask(blocks: int = 10, request_id: str = "r") -> Query:
     return Query(request_id=request_id, prompt_tokens=64 * blocks + 5, keys=KEYS[:blocks])
+
+
+def random_load(rng: random.Random) -> EngineLoad:
+    """Return any load that passes the wire."""
+    fields: dict[str, Any] = {"requests_total": {}, "draining": False}
+    for name in EngineLoad.__struct_fields__:
+        if name.endswith("_s_total"):
+            fields[name] = rng.choice((0.0, 1e-300, 1.0, rng.random() * 1e11))
+        elif name not in fields:
+            fields[name] = rng.choice((0, 1, rng.randrange(1000), rng.randrange(2**53)))
+    return msgspec.convert(fields, EngineLoad)
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_whatever_engines_report_of_themselves_a_target_is_found(policy: str) -> None:
+    world, rng = World(policy=policy), random.Random(6)
+    leases: list[DispatchLease] = []
+    for _ in range(400):
+        world.now_s += rng.choice((0.0, 0.001, 1.0, 100.0))
+        world.dispatcher.report_load(f"t{rng.randrange(4)}", random_load(rng))
+        leases.append(world.choose(rng.choice((0, 10))))
+        assert all(not math.isnan(option.score.cost) for option in leases[-1].decision.options)
+        assert all(math.isfinite(part) for part in world.dispatcher.backlog() if part is not None)
+        if rng.random() < 0.5:
+            leases.pop(rng.randrange(len(leases))).first_output(CachedTokens(rng.randrange(2**50)))
 
 
 def test_a_prompt_goes_where_its_prefix_is_and_the_decision_says_so() -> None:

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 import zmq
 
+from kvstore.events import subscriber
 from kvstore.events.digest import Digest
-from kvstore.events.messages import DUMP_PART_KEYS, BlockStored
+from kvstore.events.messages import DUMP_PART_KEYS, END_NUMBER, BlockStored, DumpPart
 from kvstore.events.publisher import EventPublisher
 from kvstore.events.subscriber import EventSubscriber, Socket
 from kvstore.keys import PUBLIC_SCOPE, KeyChain
@@ -228,6 +229,53 @@ async def test_a_publisher_that_falls_silent_is_not_believed(context: zmq.Contex
         assert not subscriber.synced
     finally:
         await subscriber.close()
+
+
+PART = DumpPart(epoch=1, part=0, parts=1, medium="GPU", keys=bytes(32))
+NUMBER = (5).to_bytes(8, "big")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [(NUMBER, PART)],  # without an end
+        [(NUMBER, msgspec.structs.replace(PART, parts=2**31)), (END_NUMBER, None)],
+        [(NUMBER, msgspec.structs.replace(PART, part=7)), (END_NUMBER, None)],
+        [(b"\x01" * 100, PART), (END_NUMBER, None)],
+        [(NUMBER, PART)] * 10_000,
+        [(END_NUMBER, None)],
+        [(b"", None)],
+    ],
+    ids=["endless", "giant", "elsewhere", "number", "flood", "empty", "nothing"],
+)
+async def test_answers_that_cannot_be_are_refused_and_a_right_one_is_taken(
+    context: zmq.Context[Socket], feed: IndexFeed, monkeypatch: pytest.MonkeyPatch, answer: list[tuple[bytes, DumpPart]]
+) -> None:
+    monkeypatch.setattr(subscriber, "MAX_ANSWER_BYTES", 100_000)
+    monkeypatch.setattr(subscriber, "ANSWER_S", 0.2)
+    with context.socket(zmq.PUB) as events, context.socket(zmq.ROUTER) as replay:
+        for socket in (events, replay):
+            socket.set(zmq.LINGER, 0)
+            socket.bind(ANY)
+        feed.open_target("t", events.get_string(zmq.LAST_ENDPOINT), replay.get_string(zmq.LAST_ENDPOINT))
+
+        async def reply(messages: list[tuple[bytes, DumpPart]]) -> None:
+            await until(lambda: bool(replay.poll(0)), "it asks")
+            identity = replay.recv_multipart()[0]
+            for number, part in messages:
+                payload = b"" if part is None else msgspec.msgpack.encode(part)
+                replay.send_multipart([identity, b"", b"", number, payload])
+
+        events.send_multipart([b"", b"\xff" * 100, b"noise"])
+        await reply(answer)
+        assert not feed.is_synced("t")
+        for _ in range(50):  # it asks again, maybe before it has given up the first answer
+            if feed.is_synced("t"):
+                break
+            await reply([(NUMBER, PART), (END_NUMBER, None)])  # type: ignore[list-item]
+            await until(lambda: feed.is_synced("t") or bool(replay.poll(0)), "it is right, or asks again")
+        assert feed.is_synced("t")
+        assert feed.index.digest("t") == {"device": Digest.of([bytes(32)])}
 
 
 async def test_a_foreign_publisher_without_replay_is_known_from_its_next_event_on(

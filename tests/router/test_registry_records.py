@@ -63,6 +63,8 @@ RANK = RankAddress(dp_rank=0, wire="tcp://h:1")
         {"http_url": "http://h:99999"},
         {"http_url": "http://h/a b"},
         {"public_key": "short"},
+        {"public_key": "#" * 40},
+        {"public_key": "\u00e9" * 40},
         {"pid": -1},
         {"ranks": (RankAddress(dp_rank=0, wire="inproc://x"),)},
         {"ranks": (RankAddress(dp_rank=0, wire="tcp://h"),)},
@@ -77,7 +79,26 @@ def test_values_that_nobody_may_act_on_are_refused(fields: dict[str, object]) ->
         check_record(worker(**fields))
 
 
-@pytest.mark.parametrize("address", ["", "tcp://", "http://h:1", "tcp://h:123456"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "tcp://",
+        "http://h:1",
+        "tcp://h:123456",
+        "tcp://h:65536",
+        "tcp://h:0",
+        "tcp://*:1",
+        "tcp://source;h:1",
+        "tcp://[::1:1",
+        "tcp://h\x00:1",
+        "ipc://" + "x" * 104,
+        "ipc://" + "\u00e9" * 52,
+        "ipc://a\x00b",
+        "ipc://\ud800",
+    ],
+    ids=ascii,
+)
 def test_gateways_need_an_address(address: str) -> None:
     with pytest.raises(RecordError):
         check_record(gateway(dispatches=address))

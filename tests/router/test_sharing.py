@@ -295,6 +295,14 @@ async def test_hostile_frames_are_counted_and_harm_nobody() -> None:
             await until(lambda: bool(old.poll(0)), "it is told which version is spoken here")
 
 
+async def test_a_peer_without_a_possible_address_delays_nobody() -> None:
+    async with gateways(2) as ((a, _), (b, seen_by_b)):
+        a.observer("tiny").dispatched(dispatch(1))
+        b.set_peers([PeerAddress("tcp://127.0.0.1:99999"), PeerAddress("nonsense"), PeerAddress(a.address)])
+        await b.wait_synced()
+        await until(lambda: len(seen_by_b.live) == 1, "it learns of the others")
+
+
 async def test_a_peer_that_talks_nonsense_is_followed_anew() -> None:
     context: zmq.Context[Any] = zmq.Context.instance()
     sharing, seen = DispatchSharing(LISTEN), RemoteLeases()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import server.fleet.fleet
 import server.fleet.link
 from engine.protocol import GenerateRequest, SamplingParams
 from router.registry.base import RankAddress, WorkerRecord
@@ -230,6 +231,43 @@ async def test_operators_see_the_workers_and_why_a_request_went_where_it_went(tm
     assert (missing.status_code, missing.json()["error"]["param"]) == (400, "request_id")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "request_not_found")
     assert outside.status_code == 403
+
+
+async def test_records_that_cannot_be_followed_harm_no_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.fleet.fleet, "MAX_MODELS", 2)
+    odd = [
+        record(tmp_path, "secret", public_key="rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"),
+        record(tmp_path, "bad-key", public_key="#" * 40),
+        record(tmp_path, "long", ranks=(RankAddress(dp_rank=0, wire="ipc:///" + "x" * 300),)),
+        record(tmp_path, "other", model="other", ranks=(RankAddress(dp_rank=0, wire="tcp://127.0.0.1:99999"),)),
+        record(tmp_path, "third", model="third"),
+    ]
+    with text_core(f"ipc://{tmp_path}/a"):
+        registry = ListedRegistry(*odd)
+        async with fleet_over(registry) as fleet:
+            assert set(fleet.pools) == {MODEL, "other"}
+            registry.list(*odd, record(tmp_path, "a"))
+            pool = fleet.pools[MODEL]
+            await ready(pool, "a/0")
+            assert await run(pool, "r") == expected(50)
+            assert "secret cannot be connected to" in caplog.text
+            assert "third is not served" in caplog.text
+            registry.list(record(tmp_path, "third", model="third"), record(tmp_path, "a"))
+            await until(lambda: set(fleet.pools) == {MODEL, "third"}, "it has the place of one that nobody has")
+            assert await run(pool, "again") == expected(50)
+
+
+async def test_only_so_many_ranks_are_connected_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.fleet.fleet, "MAX_LINKS", 2)
+    with text_core(f"ipc://{tmp_path}/a"):
+        async with fleet_over(ListedRegistry(*(record(tmp_path, name) for name in "abcd"))) as fleet:
+            await ready(fleet.pools[MODEL], "a/0")
+            assert len(fleet.links) == 2
+            assert "more than 2 ranks" in caplog.text
 
 
 async def test_models_have_pools_of_their_own(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
+import server.served_model
 from engine.errors import EngineDiedError
 from engine.protocol import EngineInfo
 from server.config import ServeConfig
@@ -71,17 +74,25 @@ async def test_an_engine_that_dies_while_it_describes_itself_is_asked_again() ->
     assert engine.tries == 2
 
 
-async def test_text_assets_that_cannot_be_used_are_told() -> None:
+async def test_text_assets_that_cannot_be_used_are_told_until_an_engine_has_better_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server.served_model, "RETRY_BROKEN_S", 0.01)
     engine = FakeEngine()
+    right = engine.assets
     engine.assets = dict.fromkeys(engine.assets, b"not a tokenizer")
-    async with serving(engine, wait=False) as server:
+    async with serving(engine, wait=False) as api:
         for _ in range(1000):
-            health = await server.client.get("/health")
+            health = await api.client.get("/health")
             if health.json()["status"] != "loading":
                 break
         assert health.status_code == 503
         assert health.json()["status"] == "failed"
         assert "tokenizer" in health.json()["error"]
+        engine.assets = right
+        await api.model.opened.wait()
+        assert (await api.client.get("/health")).status_code == 200
+        assert (await api.complete()).status_code == 200
 
 
 async def test_a_drain_refuses_new_requests_and_lets_running_ones_end() -> None:

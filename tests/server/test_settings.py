@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from server.config import GatewayConfig, RoutingConfig, ServeConfig, WorkerConfig
+from server.config import CoresConfig, GatewayConfig, RoutingConfig, ServeConfig, WorkerConfig
 from server.setting_values import format_size, parse_duration, parse_size
 from server.settings import (
     GATEWAY_SETTINGS,
@@ -55,19 +55,21 @@ def test_nothing_given_is_the_default_configuration() -> None:
 def test_every_field_of_the_configuration_has_a_setting() -> None:
     fields = {f"engine.{one.name}" for one in msgspec.structs.fields(EngineConfig)}
     fields |= {f"routing.{one.name}" for one in msgspec.structs.fields(RoutingConfig)}
-    fields |= {one.name for one in msgspec.structs.fields(ServeConfig)} - {"engine", "routing"}
+    fields |= {f"cores.{one.name}" for one in msgspec.structs.fields(CoresConfig)}
+    fields |= {one.name for one in msgspec.structs.fields(ServeConfig)} - {"engine", "routing", "cores"}
     assert {setting.field for setting in SETTINGS} == fields - DERIVED
 
 
 def test_every_field_of_the_workers_configuration_has_a_setting() -> None:
     fields = {f"engine.{one.name}" for one in msgspec.structs.fields(EngineConfig)}
-    fields |= {one.name for one in msgspec.structs.fields(WorkerConfig)} - {"engine"}
+    fields |= {f"cores.{one.name}" for one in msgspec.structs.fields(CoresConfig)}
+    fields |= {one.name for one in msgspec.structs.fields(WorkerConfig)} - {"engine", "cores"}
     assert {setting.field for setting in WORKER_SETTINGS} == fields - DERIVED
 
 
 def test_every_field_of_a_gateways_configuration_but_the_engines_has_a_setting() -> None:
     fields = {f"routing.{one.name}" for one in msgspec.structs.fields(RoutingConfig)}
-    fields |= {one.name for one in msgspec.structs.fields(GatewayConfig)} - {"engine", "routing", "replicas"}
+    fields |= {one.name for one in msgspec.structs.fields(GatewayConfig)} - {"engine", "cores", "routing", "replicas"}
     assert {setting.field for setting in GATEWAY_SETTINGS} == fields
     config, _ = read_gateway_settings({"register": "redis://h"}, {"HEADRACE_PORT": "9"})
     assert config == GatewayConfig(register="redis://h", port=9)
@@ -121,6 +123,8 @@ SAMPLES = {
     "queue-timeout": ("5s", 5.0),
     "hedge-after": ("500ms", 0.5),
     "stall-timeout": ("7s", 7.0),
+    "core-unready-after": ("5s", 5.0),
+    "core-restart-after": ("2m", 120.0),
     "index-blocks": ("5000", 5000),
     "drain-timeout": ("1.5m", 90.0),
     "request-timeout": ("30", 30.0),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
+import socket
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,8 @@ from engine.wire.client import REFUSED_MESSAGE, RemoteEngine
 from engine.wire.curve import KeyPair
 from engine.wire.merge import merge_outputs
 from router.registry.open import open_registry
-from server.config import WorkerConfig
+from server.config import CoresConfig, WorkerConfig
+from tests.support.holdable import COMPUTE, HOLD, LET_GO
 from tests.support.scripted_engine import scripted_tokens
 from tests.support.until import until
 from tests.support.wire_requests import collect, request
@@ -62,6 +66,72 @@ async def test_a_killed_core_comes_back_at_its_address_and_the_other_rank_goes_o
         assert after.ranks[lost].wire == before.ranks[lost].wire
         assert after.ranks[lost].incarnation != before.ranks[lost].incarnation
         assert "starting it again" in worker.text
+
+
+STRICT = CoresConfig(unready_after_s=1.0, restart_after_s=2.0)
+
+
+@pytest.mark.parametrize("harm", [HOLD, signal.SIGSTOP], ids=["stuck", "stopped"])
+async def test_a_core_whose_loop_does_not_move_makes_it_unready_and_is_replaced(
+    tmp_path: Path, harm: signal.Signals
+) -> None:
+    with worker_process(tmp_path, config(cores=STRICT)) as worker:
+        before = await worker.ready_ranks(1)
+        with connections(before) as (engine,):
+            await engine.wait_ready()
+            stream = asyncio.create_task(collect(engine, request(count=ENDLESS)))
+            await until(lambda: engine.num_running == 1, "it runs")
+            worker.cores[0].send_signal(harm)
+
+            async def is_unready() -> bool:
+                return (await worker.get("/ready"))[0] == 503
+
+            await until(is_unready, "it says that it cannot serve")
+            with pytest.raises(EngineDiedError):
+                await stream
+            after = await worker.ready_ranks(1)
+            assert (await worker.get("/ready"))[0] == 200
+            assert after.ranks[0].wire == before.ranks[0].wire
+            assert after.ranks[0].incarnation != before.ranks[0].incarnation
+            await engine.wait_ready()
+            assert (await collect(engine, request(seed=5))).token_ids == scripted_tokens(5, 20)
+        assert "is stuck: it is killed" in worker.text
+
+
+async def test_a_core_that_gets_on_by_itself_is_ready_again(tmp_path: Path) -> None:
+    cores = CoresConfig(unready_after_s=1.0, restart_after_s=None)
+    with worker_process(tmp_path, config(cores=cores)) as worker:
+        before = await worker.ready_ranks(1)
+        (core,) = worker.cores
+        for harm, wake in ((HOLD, LET_GO), (signal.SIGSTOP, signal.SIGCONT)):
+            core.send_signal(harm)
+            await worker.ready_ranks(0)
+            assert (await worker.record()).state == "starting"
+            core.send_signal(wake)
+            await worker.ready_ranks(1)
+        assert (await worker.record()).ranks == before.ranks
+
+
+async def test_long_steps_and_a_suspended_machine_are_no_fault(tmp_path: Path) -> None:
+    """Each lasts longer than a core may be stuck."""
+    lasting_s = 3.0
+    with worker_process(tmp_path, config(cores=STRICT)) as worker:
+        before = await worker.ready_ranks(1)
+        (core,) = worker.cores
+        core.send_signal(COMPUTE)
+        await asyncio.sleep(lasting_s)  # the step is as long as that: nothing is expected to have happened
+        assert (await worker.get("/ready"))[0] == 200
+        core.send_signal(LET_GO)
+        for process in (worker.process, core):
+            process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(lasting_s)
+        for process in (core, worker.process):
+            process.send_signal(signal.SIGCONT)
+        with connections(before) as (engine,):
+            await engine.wait_ready()
+            assert (await collect(engine, request(seed=5))).token_ids == scripted_tokens(5, 20)
+        assert (await worker.record()).ranks == before.ranks
+        assert "has not answered" not in worker.text
 
 
 async def test_sigterm_lets_what_runs_finish_and_the_record_says_so(tmp_path: Path) -> None:
@@ -126,6 +196,29 @@ async def test_a_model_that_cannot_be_loaded_ends_the_worker_with_its_reason(tmp
     with worker_process(tmp_path, config(engine=EngineConfig(model="bad-model"), dp=2)) as worker:
         assert await worker.exit_code() == 1  # the command line makes 2 of a ModelError
         assert "failed: The file weights.bin ends too early." in worker.text
+
+
+async def test_garbage_and_silent_connections_at_all_ports_harm_nobody(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    with worker_process(tmp_path, config()) as worker, ExitStack() as strangers:
+        record = await worker.ready_ranks(1)
+        (rank,) = record.ranks
+        (core,) = worker.cores
+        places = [rank.wire, rank.events, rank.events_replay, record.http_url]
+        ports = [int(place.rpartition(":")[2]) for place in places if place is not None]
+        greeting = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x01NULL".ljust(64, b"\0")
+        for port in ports:
+            for number in range(20):
+                stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+                if number % 4:  # the others say nothing at all
+                    stranger.sendall((greeting if number % 2 else b"") + rng.randbytes(rng.randint(1, 2000)))
+                if number % 3:
+                    stranger.close()
+        with connections(record) as (engine,):
+            await engine.wait_ready()
+            assert (await collect(engine, request())).token_ids == scripted_tokens(1, 20)
+        assert (await worker.get("/ready"))[0] == 200
+        assert worker.cores == [core]
 
 
 async def test_with_keys_only_listed_gateways_reach_it(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ async def test_a_registry_is_told_of_every_state_and_of_the_end(tmp_path: Path, 
     assert last.compatibility
     assert last.numerics == "cpu/none/float32/default"
     assert first.incarnation == last.incarnation
-    worker._on_signal(signal.SIGTERM)
+    worker.life.signal(signal.SIGTERM)
     assert await running == 0
     assert states() == ["starting", "ready", "draining"]
     assert book.is_withdrawn

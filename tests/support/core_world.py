@@ -130,6 +130,7 @@ class World:
         self.event_log.enabled = True
         self.told = HeldKeys()
         self.now_s = 100.0
+        self.wall_ahead_s = 0.0
         self.core = EngineCore(
             self.info,
             config,
@@ -137,7 +138,7 @@ class World:
             num_blocks,
             self.port,
             clock=lambda: self.now_s,
-            wall_clock=lambda: self.now_s,
+            wall_clock=lambda: self.now_s + self.wall_ahead_s,
             event_log=self.event_log,
             grammars=self.grammars,  # type: ignore[arg-type]
         )

@@ -72,6 +72,11 @@ class ScriptedCore:
         self._endings: Counter[str] = Counter()
 
     @property
+    def running(self) -> list[GenerateRequest]:
+        """In the order in which they came."""
+        return [request for request, _ in self._running.values()]
+
+    @property
     def has_work(self) -> bool:
         return bool(self._running or self._ended)
 

@@ -1,4 +1,5 @@
-"""A torch-free engine process whose tokens are text: `python -m tests.support.text_core ADDRESS STEP_S`.
+"""A torch-free engine process whose tokens are text: `python -m tests.support.text_core ADDRESS STEP_S`, or without
+arguments a core of a worker or a server, which reads its spec like the real one.
 
 Every step gives each running request one letter of an endless alphabet, so the answer of any length is known. A prompt
 of the one token POISON kills the process.
@@ -10,18 +11,20 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
 from engine.config import EngineConfig
 from engine.errors import RequestError
 from engine.protocol import CachedTokens, EngineLoad, GenerateRequest, TokenOutput
 from engine.validation import validate
-from server.core_process import CoreSpec, LoadedEngine, OnProgress, run
+from server.core_process import CoreSpec, LoadedEngine, OnProgress, read_spec, run
 from tests.support.fake_engine import tiny_info
 from tests.support.tiny_text import byte_ids, text_assets
 
 ALPHABET = byte_ids(b"abcdefghijklmnopqrstuvwxyz")
 POISON = 0
 MAX_MODEL_LEN = 100_000
+CHILD_STEP_S = 0.005
 
 
 def alphabet_text(length: int) -> str:
@@ -95,13 +98,17 @@ class TextCore:
             self._ended.append(TokenOutput(request_id, request.attempt, index, [], reason))  # type: ignore[arg-type]
 
 
-def main(address: str, step_s: float) -> int:
+def main(arguments: Sequence[str]) -> int:
+    step_s = float(arguments[1]) if arguments else CHILD_STEP_S
+
     def load(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
         core = TextCore(step_s)
         return LoadedEngine(core, core.info, core.assets)
 
-    return run(CoreSpec(config=EngineConfig(), address=address, drain_timeout_s=0.0, log_level="warning"), load)
+    if not arguments:
+        return run(read_spec(()), load)
+    return run(CoreSpec(config=EngineConfig(), address=arguments[0], drain_timeout_s=0.0, log_level="warning"), load)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], float(sys.argv[2])))
+    sys.exit(main(sys.argv[1:]))

@@ -94,9 +94,11 @@ class WorkerProcess:
         kill_family(self.process)
 
 
-def worker_process(directory: Path, config: WorkerConfig) -> AbstractContextManager[WorkerProcess]:
-    """A worker with scripted engines."""
-    return _running(directory, SCRIPTED_WORKER, msgspec.json.encode(config).decode(), SCRIPTED)
+def worker_process(
+    directory: Path, config: WorkerConfig, *, core_module: str = SCRIPTED
+) -> AbstractContextManager[WorkerProcess]:
+    """A worker with stand-ins as engines."""
+    return _running(directory, SCRIPTED_WORKER, msgspec.json.encode(config).decode(), core_module)
 
 
 def worker_command(directory: Path, model: str, **flags: object) -> AbstractContextManager[WorkerProcess]:
