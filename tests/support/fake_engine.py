@@ -161,7 +161,7 @@ class FakeEngine:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Return once `holds()`; it is looked at whenever a request begins or ends."""
-        async with asyncio.timeout(10), self.changed:
+        async with asyncio.timeout(60), self.changed:
             await self.changed.wait_for(holds)
 
     async def _note_change(self) -> None:
