@@ -201,12 +201,14 @@ class Fleet:
         known = [_as_known(record, self._links) for record in self._records if record.is_ours]
         admitted = self._gate.admit(known)
         others = {record.model for record in self._records if not record.is_ours}
+        allowed = set()
         for record in admitted:
             if not self._may_open(record):
                 continue
             pool = self._pool(record.model)
             if pool.is_relayed:
                 continue
+            allowed.add(record.worker_id)
             for rank in record.ranks:
                 link = self._links.get(target_id(record.worker_id, rank.dp_rank))
                 if link is not None:
@@ -214,7 +216,6 @@ class Fleet:
                     pool.learn(link)
                     if link.info is not None and record.model in others:
                         self._texts.offer(record.model, link.engine, link.info)
-        allowed = {record.worker_id for record in admitted if not self._pool(record.model).is_relayed}
         for link in list(self._links.values()):
             if isinstance(link, ForeignLink) and self._use_foreign(link):
                 allowed.add(link.record.worker_id)
