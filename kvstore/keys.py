@@ -3,7 +3,7 @@
 A key names a block by everything its KV depends on: the scope (who may share it) and every token from the start of the
 sequence to the block's end. It knows nothing of models or dtypes: those are the namespace, a prefix of store keys.
 
-    root  = scope                                       32 bytes
+    root  = scope                                       32 bytes: 16 of the owner, 16 of owner and salt
     key_i = SHA-256(key_{i-1} | token ids of block i, u32 little-endian | extras)
 
 Each extra is tagged by kind and length-prefixed, so that no two lists of extras share an encoding.
@@ -18,15 +18,25 @@ from collections.abc import Iterable, Sequence
 from sys import byteorder
 
 KEY_BYTES = 32
+OWNER_BYTES = 16
 PUBLIC_SCOPE = hashlib.sha256(b"headrace public scope v1").digest()
 """The scope of everyone where no API keys are configured."""
 
 
 def tenant_scope(secret: bytes, tenant: str, salt: str = "") -> bytes:
-    """Return the 32-byte scope of one tenant (and cache salt). It cannot be computed without `secret`."""
-    tenant_bytes, salt_bytes = tenant.encode(), salt.encode()
-    message = len(tenant_bytes).to_bytes(4, "little") + tenant_bytes + salt_bytes
-    return hmac.digest(secret, message, "sha256")
+    """Return the 32-byte scope of one tenant (and cache salt). It cannot be computed without `secret`.
+
+    All scopes of a tenant share their first half, so that what they store counts against one quota.
+    """
+    tenant_bytes = tenant.encode()
+    message = len(tenant_bytes).to_bytes(4, "little") + tenant_bytes
+    owner = hmac.digest(secret, b"owner" + message, "sha256")
+    return owner[:OWNER_BYTES] + hmac.digest(secret, b"scope" + message + salt.encode(), "sha256")[OWNER_BYTES:]
+
+
+def owner_of(scope: bytes) -> bytes:
+    """Return the 16 bytes that name whose KV a scope's is. Not secret, and no way back to the tenant's name."""
+    return scope[:OWNER_BYTES]
 
 
 def _encode_extras(extras: Iterable[tuple[str, bytes]]) -> bytes:

@@ -1,0 +1,68 @@
+"""The name of a stored object: one function makes it, everyone who stores, looks up, loads or deletes uses it.
+
+    <namespace, 64 hex>/<owner, 32 hex>/<end key, 64 hex><group, 2><span, 4><layers, 4 + 4><heads, 4 + 4>
+
+Names are made of hex digits alone: no text of a user or of a model ever gets into a path or a server's key.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from kvstore.keys import KEY_BYTES, OWNER_BYTES
+
+_NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{32})/([0-9a-f]{64})([0-9a-f]{2})([0-9a-f]{4})" + r"([0-9a-f]{4})" * 4)
+MAX_COORDINATE = 0xFFFF
+
+
+class ObjectKey(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`span` blocks that end with `block` (a block key): of the group's layers those in [layer_start, layer_stop), of
+    its heads those in [head_start, head_stop).
+
+    `namespace` is a Namespace's digest. `owner` is whose quota the object counts against (`kvstore.keys.owner_of`): the
+    block key depends on it already.
+    """
+
+    namespace: bytes
+    owner: bytes
+    block: bytes
+    group: int
+    span: int
+    layer_start: int
+    layer_stop: int
+    head_start: int
+    head_stop: int
+
+    def __post_init__(self) -> None:
+        if len(self.namespace) != KEY_BYTES or len(self.block) != KEY_BYTES or len(self.owner) != OWNER_BYTES:
+            raise ValueError("namespace and block key have 32 bytes, owner 16")
+        ends = (self.layer_stop, self.head_stop, self.span)
+        starts = (self.layer_start, self.head_start, 0)
+        if not all(0 <= start < stop <= MAX_COORDINATE for start, stop in zip(starts, ends, strict=True)):
+            raise ValueError("ranges of layers and heads are not empty, and a span has a block")
+        if not 0 <= self.group <= 0xFF:
+            raise ValueError(f"group {self.group} is not in [0, 255]")
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the name, 86 hex digits: unique within namespace and owner."""
+        return (
+            f"{self.block.hex()}{self.group:02x}{self.span:04x}"
+            f"{self.layer_start:04x}{self.layer_stop:04x}{self.head_start:04x}{self.head_stop:04x}"
+        )
+
+    @property
+    def name(self) -> str:
+        return f"{self.namespace.hex()}/{self.owner.hex()}/{self.leaf}"
+
+    @classmethod
+    def parse(cls, name: str) -> ObjectKey:
+        """Return the key of a name. Raises ValueError for what is none."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise ValueError("not the name of an object")
+        namespace, owner, block = (bytes.fromhex(text) for text in found.groups()[:3])
+        group, span, layer_start, layer_stop, head_start, head_stop = (int(text, 16) for text in found.groups()[3:])
+        return cls(namespace, owner, block, group, span, layer_start, layer_stop, head_start, head_stop)
