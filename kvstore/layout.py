@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -96,10 +97,10 @@ class GroupLayout:
         self._rows = namespace.block_size // shape.ratio
         head_bytes = len(shape.planes) * self._rows * shape.head_dim * DTYPE_BYTES[namespace.kv_dtype]
         heads = _largest_divisor(shape.kv_heads // head_parts, target_bytes / head_bytes)
-        layers = _even_run(len(shape.layers), target_bytes / (head_bytes * heads))
+        runs = _even_runs(len(shape.layers), target_bytes / (head_bytes * heads))
         self._head_runs = [(start, start + heads) for start in range(0, shape.kv_heads, heads)]
-        self._layer_runs = [shape.layers[start : start + layers] for start in range(0, len(shape.layers), layers)]
-        self.span = _span(target_bytes / (head_bytes * heads * layers)) if layers == len(shape.layers) else 1
+        self._layer_runs = [shape.layers[start:stop] for start, stop in runs]
+        self.span = _span(target_bytes / (head_bytes * heads * len(shape.layers))) if len(runs) == 1 else 1
         """Blocks of a whole object."""
         self._parts: dict[int, tuple[ObjectLayout, ...]] = {}
 
@@ -135,10 +136,11 @@ def _largest_divisor(number: int, limit: float) -> int:
     return max(one for one in range(1, number + 1) if number % one == 0 and (one <= limit or one == 1))
 
 
-def _even_run(total: int, limit: float) -> int:
-    """Return the length of runs that cut `total` about evenly, each of about `limit`, at least 1."""
+def _even_runs(total: int, limit: float) -> list[tuple[int, int]]:
+    """Cut [0, total) into runs that differ by one at most, each of about `limit` and of at least 1."""
     parts = math.ceil(total / max(1, round(limit)))
-    return math.ceil(total / parts)
+    ends = [part * total // parts for part in range(parts + 1)]
+    return list(pairwise(ends))
 
 
 def _span(limit: float) -> int:
