@@ -1,0 +1,1 @@
+"""The tier in host memory."""
