@@ -44,14 +44,17 @@ class Breaker:
             return "closed"
         return "probing" if self._probing else "open"
 
+    @property
+    def shut(self) -> bool:
+        """Whether `admit` would say no: what would be refused later need not be queued."""
+        return self._probe_at is not None and (self._probing or self._clock() < self._probe_at)
+
     def admit(self) -> bool:
         """Return whether to try. After True, exactly one of `succeeded`, `failed` and `unknown` follows."""
         with self._lock:
-            if self._probe_at is None:
-                return True
-            if self._probing or self._clock() < self._probe_at:
+            if self.shut:
                 return False
-            self._probing = True
+            self._probing = self._probe_at is not None
             return True
 
     def succeeded(self) -> None:
