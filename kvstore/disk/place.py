@@ -164,7 +164,7 @@ class Place:
 def lock_exclusively(place: Place) -> int | None:
     """Return the descriptor that holds the directory's lock until it is closed, None when another one does. Raises
     OSError."""
-    fd = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    fd = os.open(place.lock, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
