@@ -37,6 +37,10 @@ class HeldObjects:
         self._going: set[ObjectKey] = set()
         self._deletions: deque[ObjectKey] = deque()
         self._selections: list[Selection] = []
+        # What went while a walk was under way, which may have seen it before.
+        self._walking = False
+        self._gone: set[ObjectKey] = set()
+        self._gone_selections: list[Selection] = []
 
     def look(self, key: ObjectKey) -> Known:
         with self._changed:
@@ -130,6 +134,7 @@ class HeldObjects:
     def missing(self, key: ObjectKey) -> None:
         """The file is not there, whoever took it."""
         with self._changed:
+            self._note_gone(key)
             if (entry := self._books.get(key)) is not None:
                 self._on_event(TierEvent("removed", key))
                 self._books.remove(entry.key)
@@ -145,6 +150,7 @@ class HeldObjects:
         """The file is gone."""
         with self._changed:
             self._going.discard(key)
+            self._note_gone(key)
             self._changed.notify_all()
 
     def stays(self, entry: Entry, *, undeletable: bool) -> None:
@@ -195,22 +201,33 @@ class HeldObjects:
 
     def dropped(self) -> None:
         with self._changed:
-            del self._selections[0]
+            selection = self._selections.pop(0)
+            if self._walking:
+                self._gone_selections.append(selection)
             self._changed.notify_all()
 
     # The walk
+
+    def walk_begins(self) -> None:
+        with self._changed:
+            self._walking = True
 
     def add_found(self, found: Iterable[FoundObject]) -> None:
         """Enter what a walk found as older than all else, the newest first."""
         with self._changed:
             for one in found:
-                if self._books.get(one.key) is None and not self._hidden(one.key):
-                    self._books.add(one.key, one.size_bytes, one.length, oldest=True)
-                    self._on_event(TierEvent("stored", one.key))
+                key = one.key
+                known = self._books.get(key) is not None or self._hidden(key)
+                if not known and key not in self._gone and not _selected(key, self._gone_selections):
+                    self._books.add(key, one.size_bytes, one.length, oldest=True)
+                    self._on_event(TierEvent("stored", key))
 
-    def walked(self) -> None:
+    def walk_ends(self, *, complete: bool) -> None:
         with self._changed:
-            self.indexed = True
+            self._walking = False
+            self._gone.clear()
+            self._gone_selections.clear()
+            self.indexed = self.indexed or complete
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books are right and nothing is half done."""
@@ -224,9 +241,13 @@ class HeldObjects:
         self._books.remove(entry.key, evicted=evicted)
         self._going.add(entry.key)
 
+    def _note_gone(self, key: ObjectKey) -> None:
+        if self._walking:
+            self._gone.add(key)
+
     def _hidden(self, key: ObjectKey) -> bool:
-        if key in self._going:
-            return True
-        return any(
-            namespace in (None, key.namespace) and owner in (None, key.owner) for namespace, owner in self._selections
-        )
+        return key in self._going or _selected(key, self._selections)
+
+
+def _selected(key: ObjectKey, selections: Sequence[Selection]) -> bool:
+    return any(namespace in (None, key.namespace) and owner in (None, key.owner) for namespace, owner in selections)

@@ -312,10 +312,12 @@ class DiskTier:
         self._held.settled(key)
 
     def _abandon(self, temporary: str) -> None:
-        try:
-            unlink(temporary)
-        except OSError as error:
-            log.warning("%s is left behind: %s", temporary, error)
+        """What cannot be deleted now is cleared when it is old."""
+        if os.path.lexists(temporary):
+            try:
+                unlink(temporary)
+            except OSError as error:
+                log.warning("%s is left behind: %s", temporary, error)
 
     def _is_there(self, key: ObjectKey) -> bool:
         return self._held.look(key) != "absent" and os.path.exists(self.place.path_of(key))

@@ -14,7 +14,7 @@ from kvstore.books import Entry
 from kvstore.counters import TierCounters
 from kvstore.disk.files import unlink
 from kvstore.disk.held import HeldObjects
-from kvstore.disk.place import Place, lock_exclusively
+from kvstore.disk.place import FoundObject, Place, lock_exclusively
 from kvstore.object_key import ObjectKey
 from kvstore.tier import Deadline
 
@@ -48,36 +48,37 @@ class Space:
             found = self._held.reserve(owner, size_bytes, lacking=self._lacks(size_bytes))
             if isinstance(found, bool):
                 return found
-            if not self._evict(found):
-                return False
+            self._evict(found)
 
     def free_some(self, size_bytes: int) -> None:
-        """Evict about so many bytes: the disk said that it is full."""
+        """Evict about so many bytes: the disk said that it is full. Raises OSError."""
         freed = 0
-        while freed < size_bytes and (entry := self._held.excess(lacking=True)) is not None and self._evict(entry):
+        while freed < size_bytes and (entry := self._held.excess(lacking=True)) is not None:
+            self._evict(entry)
             freed += entry.size_bytes
 
     def keep_limits(self) -> None:
         """Evict what is too much, because the limits are new or others fill the disk. Raises OSError."""
-        while (entry := self._held.excess(lacking=self._lacks(0))) is not None and self._evict(entry):
-            pass  # the next one
+        while (entry := self._held.excess(lacking=self._lacks(0))) is not None:
+            self._evict(entry)
 
     def _lacks(self, size_bytes: int) -> bool:
         status = os.statvfs(self._place.root)
         return status.f_bavail * status.f_frsize - size_bytes < self._min_free_bytes
 
-    def _evict(self, entry: Entry) -> bool:
-        """Delete an object's file; return whether it makes sense to go on with others."""
+    def _evict(self, entry: Entry) -> None:
+        """Delete an object's file; one that cannot be deleted is passed over from now on. Raises OSError where another
+        file would fare no better."""
         try:
             unlink(self._place.path_of(entry.key))
         except OSError as error:
-            passing = error.errno in PASSING
+            self._held.stays(entry, undeletable=error.errno not in PASSING)
+            if error.errno in PASSING:
+                raise
             log.warning("an object cannot be evicted: %s", error)
-            self._held.stays(entry, undeletable=not passing)
-            return not passing
-        self._held.settled(entry.key)
-        self._counters.evicted(entry.size_bytes)
-        return True
+        else:
+            self._held.settled(entry.key)
+            self._counters.evicted(entry.size_bytes)
 
 
 class Upkeep:
@@ -146,21 +147,26 @@ class Upkeep:
 
     def _index(self) -> bool:
         """Enter what is there, what was used last first; return whether all of it was seen."""
+        self._held.walk_begins()
+        found = self._find()
+        for start in range(0, len(found or ()), FOUND_AT_ONCE):
+            self._held.add_found((found or [])[start : start + FOUND_AT_ONCE])
+        self._held.walk_ends(complete=found is not None)
+        self.wake()
+        return found is not None
+
+    def _find(self) -> list[FoundObject] | None:
+        """Return all objects, what was used last first; None when not all could be seen."""
         found = []
         try:
             for one in self._place.walk():
                 if self._closing.is_set():
-                    return False
+                    return None
                 found.append(one)
         except OSError as error:
             log.warning("%s cannot be read: %s", self._place.root, error)
-            return False
-        found.sort(key=lambda one: one.modified_s, reverse=True)
-        for start in range(0, len(found), FOUND_AT_ONCE):
-            self._held.add_found(found[start : start + FOUND_AT_ONCE])
-        self._held.walked()
-        self.wake()
-        return True
+            return None
+        return sorted(found, key=lambda one: one.modified_s, reverse=True)
 
     # Deleting
 

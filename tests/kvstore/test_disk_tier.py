@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstore.books import Quotas
-from kvstore.disk.place import KEPT_CORRUPT, key_of_path
+from kvstore.disk.place import KEPT_CORRUPT, FoundObject, key_of_path
 from kvstore.disk.tier import DiskTier
+from kvstore.disk.upkeep import Upkeep
 from kvstore.errors import TierUnusableError
 from kvstore.keys import tenant_scope
-from kvstore.tier import TierEvent
+from kvstore.tier import Deadline, TierEvent
 from tests.support.kv_objects import DIGEST, NAMESPACE, key_of, object_of
 from tests.support.tier_contract import SIZE, TierContract, load, loaded, probe, save, soon, statuses
 from tests.support.until import until
@@ -233,6 +235,42 @@ async def test_what_is_not_ours_is_left_alone(root: Path, tmp_path: Path) -> Non
     assert secret.read_bytes() == content
 
 
+@pytest.mark.parametrize("how", ["delete", "drop", "missing"])
+async def test_what_goes_during_the_walk_is_not_entered(root: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The walk may have seen a file before it was deleted; to believe it would lose what is saved later."""
+    first = open_tier(root)
+    assert statuses(save(first, range(3))) == ["ok"] * 3
+    first.close(soon())
+    seen, go_on = threading.Event(), threading.Event()
+
+    def slow_find(upkeep: Upkeep) -> list[FoundObject]:
+        found = list(upkeep._place.walk())
+        seen.set()
+        assert go_on.wait(30)
+        return found
+
+    monkeypatch.setattr(Upkeep, "_find", slow_find)
+    again = open_tier(root)
+    assert seen.wait(30)
+    path = again.place.path_of(key_of(1))
+    if how == "delete":
+        again.delete([key_of(1)])
+    elif how == "drop":
+        again.drop(DIGEST)
+    else:
+        os.unlink(path)
+    assert loaded(again, [1]) == ["miss"]
+    await until(lambda: not os.path.exists(path), "the file is gone")
+    assert again._held.wait_settled(key_of(1), soon())
+    go_on.set()
+    await indexed(again)
+    assert again.stats().objects == (0 if how == "drop" else 2)
+    assert statuses(save(again, [1])) == ["ok"]
+    assert loaded(again, [1]) == ["ok"]
+    again.close(soon())
+    again.check_integrity()
+
+
 async def test_leftovers_of_the_dead_are_cleared(root: Path) -> None:
     first = open_tier(root)
     assert statuses(save(first, [1])) == ["ok"]
@@ -301,14 +339,14 @@ def test_too_much_that_waits_is_refused(root: Path) -> None:
     batch = save(tier, range(3))
     assert [outcome.status for outcome in batch.outcomes if outcome] == ["refused", "refused"]
     assert tier.stats().queued_bytes == SIZE
-    tier.close(soon().after(0))
+    tier.close(Deadline.after(0))
     assert statuses(batch) == ["cancelled", "refused", "refused"]
 
 
 async def test_what_nobody_gets_to_is_late(root: Path) -> None:
     """As when all threads hang in the disk: the queue's memory is given back at the deadline."""
     tier = DiskTier(root, GIB, min_free_bytes=0, writers=0, readers=0)
-    batch = save(tier, [1], soon().after(0.01))
+    batch = save(tier, [1], Deadline.after(0.01))
     assert statuses(batch) == ["late"]
     tier.close(soon())
 

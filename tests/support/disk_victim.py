@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstore.batch import Batch
+from kvstore.disk import upkeep
 from kvstore.disk.tier import DiskTier
 from kvstore.tier import BreakerState, Deadline, Want
 from tests.support.kv_objects import key_of
@@ -240,6 +241,7 @@ CASES = [
 
 if __name__ == "__main__":
     name, place = sys.argv[1:]
+    upkeep.WATCH_S = 0.2  # what failed is tried again so often
     case = next(case for case in CASES if case.__name__ == name)
     result = case(Path(place))
     if asyncio.iscoroutine(result):
