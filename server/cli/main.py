@@ -21,6 +21,7 @@ from server.cli.config import config
 from server.cli.doctor import doctor
 from server.cli.gateway import gateway
 from server.cli.keys import keys
+from server.cli.kv import kv
 from server.cli.pull import pull
 from server.cli.serve import serve
 from server.cli.simulate import simulate_command
@@ -58,6 +59,7 @@ headrace.add_command(gateway)
 headrace.add_command(doctor)
 headrace.add_command(bench)
 headrace.add_command(simulate_command)
+headrace.add_command(kv)
 
 
 def run(arguments: Sequence[str]) -> int:
