@@ -17,7 +17,7 @@ _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{32})/([0-9a-f]{64})([0-9a-f]{2})([
 MAX_COORDINATE = 0xFFFF
 
 
-class ObjectKey(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ObjectKey(msgspec.Struct, frozen=True, array_like=True, gc=False, cache_hash=True):
     """`span` blocks that end with `block` (a block key): of the group's layers those in [layer_start, layer_stop), of
     its heads those in [head_start, head_stop).
 
