@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class Place:
         self.objects, self.incoming = root / "objects", root / "incoming"
         self.doomed, self.corrupt = root / "doomed", root / "corrupt"
         self.lock = root / "lock"
+        self._setting_aside = threading.Lock()
 
     def create(self) -> None:
         """Make the directories. Raises TierUnusableError."""
@@ -122,15 +124,16 @@ class Place:
 
     def set_aside(self, path: str) -> None:
         """Take a corrupt object out of the way. What cannot be moved is logged: it will be found corrupt again."""
-        try:
-            if len(_scan(str(self.corrupt))) < KEPT_CORRUPT:
-                os.rename(path, f"{self.corrupt}/{os.path.basename(path)}.{secrets.token_hex(4)}")
-            else:
-                os.unlink(path)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            log.warning("a corrupt object cannot be moved away: %s", error)
+        with self._setting_aside:
+            try:
+                if len(_scan(str(self.corrupt))) < KEPT_CORRUPT:
+                    os.rename(path, f"{self.corrupt}/{os.path.basename(path)}.{secrets.token_hex(4)}")
+                else:
+                    os.unlink(path)
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                log.warning("a corrupt object cannot be moved away: %s", error)
 
     def clear_incoming(self, age_s: float) -> None:
         """Delete unfinished files of at least that age. Raises OSError."""

@@ -16,7 +16,8 @@ from kvstore.disk.tier import DiskTier
 from kvstore.disk.upkeep import Upkeep
 from kvstore.errors import TierUnusableError
 from kvstore.keys import tenant_scope
-from kvstore.tier import Deadline, TierEvent
+from kvstore.ram.tier import RamTier
+from kvstore.tier import Deadline, Tier, TierEvent
 from tests.support.kv_objects import DIGEST, NAMESPACE, key_of, object_of
 from tests.support.tier_contract import SIZE, TierContract, load, loaded, probe, save, soon, statuses
 from tests.support.until import until
@@ -349,6 +350,22 @@ async def test_what_nobody_gets_to_is_late(root: Path) -> None:
     batch = save(tier, [1], Deadline.after(0.01))
     assert statuses(batch) == ["late"]
     tier.close(soon())
+
+
+def test_tiers_leave_no_descriptors_and_threads(root: Path) -> None:
+    def open_and_use() -> tuple[int, int]:
+        ram = RamTier(64 * SIZE, slab_bytes=64 * SIZE)
+        disk = open_tier(root)
+        tiers: list[Tier] = [ram, disk]
+        for tier in tiers:
+            assert statuses(save(tier, range(4))) == ["ok"] * 4
+            assert loaded(tier, range(4)) == ["ok"] * 4
+            tier.close(soon())
+        return len(os.listdir("/proc/self/fd")), sum(one.name.startswith("kv-disk") for one in threading.enumerate())
+
+    first = open_and_use()
+    assert [open_and_use() for _ in range(3)] == [first] * 3
+    assert first[1] == 0
 
 
 def test_paths_lead_back_to_keys(root: Path) -> None:
