@@ -19,6 +19,7 @@ from sys import byteorder
 
 KEY_BYTES = 32
 OWNER_BYTES = 16
+_WORD_BYTES = 4
 PUBLIC_SCOPE = hashlib.sha256(b"headrace public scope v1").digest()
 """The scope of everyone where no API keys are configured."""
 
@@ -47,12 +48,16 @@ def _encode_extras(extras: Iterable[tuple[str, bytes]]) -> bytes:
     return b"".join(parts)
 
 
-def block_key(parent: bytes, token_ids: Sequence[int], extras: Iterable[tuple[str, bytes]] = ()) -> bytes:
-    """Return the 32-byte key of the block that holds `token_ids` after `parent` (a key or a scope)."""
+def _words(token_ids: Sequence[int]) -> bytes:
     words = array("I", token_ids)
     if byteorder == "big":
         words.byteswap()
-    return hashlib.sha256(parent + words.tobytes() + _encode_extras(extras)).digest()
+    return words.tobytes()
+
+
+def block_key(parent: bytes, token_ids: Sequence[int], extras: Iterable[tuple[str, bytes]] = ()) -> bytes:
+    """Return the 32-byte key of the block that holds `token_ids` after `parent` (a key or a scope)."""
+    return hashlib.sha256(parent + _words(token_ids) + _encode_extras(extras)).digest()
 
 
 class KeyChain:
@@ -65,9 +70,12 @@ class KeyChain:
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
         """Add the keys of the blocks that `token_ids` (the whole sequence so far) fills; return all keys."""
-        size = self.block_size
+        size, known = self.block_size, len(self.keys)
         parent = self.keys[-1] if self.keys else self.scope
-        for index in range(len(self.keys), len(token_ids) // size):
-            parent = block_key(parent, token_ids[index * size : (index + 1) * size])
+        # One conversion for all new blocks: it takes as long as hashing them.
+        new = _words(token_ids[known * size : len(token_ids) // size * size])
+        step = size * _WORD_BYTES
+        for start in range(0, len(new), step):
+            parent = hashlib.sha256(parent + new[start : start + step]).digest()
             self.keys.append(parent)
         return self.keys

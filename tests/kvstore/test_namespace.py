@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
-from kvstore.keys import PUBLIC_SCOPE, KeyChain, owner_of, tenant_scope
+from kvstore.keys import PUBLIC_SCOPE, KeyChain, block_key, owner_of, tenant_scope
 from kvstore.layout import GroupLayout
 from kvstore.namespace import GroupShape, Namespace, canonical
 from kvstore.object_key import ObjectKey
@@ -153,3 +154,14 @@ def test_another_cut_has_other_names() -> None:
     assert not leaves[0] & leaves[2]
     assert not leaves[2] & leaves[3]
     assert PART.object_bytes == PART.header_bytes + PART.payload_bytes
+
+
+def test_a_chain_that_grows_has_the_keys_of_its_blocks() -> None:
+    tokens = [number * 7919 % (1 << 32) for number in range(1000)]
+    chain, parent, keys = KeyChain(PUBLIC_SCOPE, 16), PUBLIC_SCOPE, []
+    for first in range(0, 992, 16):
+        parent = block_key(parent, tokens[first : first + 16])
+        keys.append(parent)
+    for length in (0, 15, 16, 17, 400, 400, 1000):
+        assert chain.extend(tokens[:length]) == keys[: length // 16]
+    assert KeyChain(PUBLIC_SCOPE, 16).extend(array("I", tokens)) == keys
