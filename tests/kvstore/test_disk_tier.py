@@ -38,6 +38,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path, events: list[TierEvent]
         min_free_bytes=0,
         on_event=events.append,
         direct=None if request.param == "direct" else False,
+        sync=request.param == "buffered",
     )
     yield tier
     tier.close(soon())
