@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from engine.errors import ConfigError
-from engine.protocol import Admin, EngineInfo, EngineLoad
+from engine.protocol import Admin, EngineInfo, EngineLoad, GenerateRequest
 from engine.wire.client import RemoteEngine, RemoteState
 from engine.wire.curve import KeyPair
 from router.readiness import WatchedEngine
@@ -92,6 +92,8 @@ class FleetLink(Protocol):
     @property
     def tells_tokens(self) -> bool: ...
 
+    def takes(self, request: GenerateRequest) -> bool: ...
+
     def leads_to(self, record: WorkerRecord, rank: RankAddress | None) -> bool: ...
 
     def open(self) -> None: ...
@@ -127,6 +129,10 @@ class RankLink:
         self.engine = RemoteEngine(rank.wire, keys=secured, server_key=record.public_key, watch_load=True)
         self._on_change = on_change
         self._tasks: list[asyncio.Task[None]] = []
+
+    def takes(self, request: GenerateRequest) -> bool:
+        """What an engine of ours cannot do, it says itself."""
+        return True
 
     def leads_to(self, record: WorkerRecord, rank: RankAddress | None) -> bool:
         """Whether it is the connection that a record asks for. Which process answers there is learnt over it."""
