@@ -206,4 +206,5 @@ class RankLink:
         hint = "can it be reached from here?"
         if self.record.public_key is not None:
             hint = "can it be reached from here, and is this gateway's public key in its list of clients?"
-        log.warning("nothing has come from %s at %s yet: %s", self.target_id, self.engine.address, hint)
+        told = self.engine.state().message
+        log.warning("nothing has come from %s at %s yet: %s (%s)", self.target_id, self.engine.address, hint, told)
