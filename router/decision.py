@@ -16,6 +16,9 @@ from router.values import Candidate, Score
 KEPT_CANDIDATES = 16
 
 
+REMEMBERED_DECISIONS = 512
+
+
 class Option(msgspec.Struct, frozen=True, kw_only=True):
     """One target that could have been chosen."""
 
@@ -50,7 +53,7 @@ class Trail(list[Decision]):
 class DecisionLog:
     """The last `capacity` decisions, by request: one that was tried several times has several."""
 
-    def __init__(self, capacity: int = 512) -> None:
+    def __init__(self, capacity: int = REMEMBERED_DECISIONS) -> None:
         self._capacity = capacity
         self._decisions: OrderedDict[int, Decision] = OrderedDict()
         self._by_request: dict[str, list[int]] = {}

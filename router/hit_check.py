@@ -41,16 +41,19 @@ class HitCheck:
 
     def observe(self, target_id: str, predicted: Hit, cached: CachedTokens, block_size: int) -> None:
         """Note the first output of a request: `cached` of its prompt was not computed, `predicted` was expected."""
-        error = predicted.tokens - predicted.speculative - cached.total
-        is_miss = error > TOLERANCE_BLOCKS * block_size
+        # What was only speculated on may be there or not: neither is an error.
+        over = max(0, predicted.tokens - predicted.speculative - cached.total)
+        under = max(0, cached.total - predicted.tokens)
+        is_miss = over > TOLERANCE_BLOCKS * block_size
         counters = self.counters
         counters["requests"] += 1
         counters["misses"] += is_miss
         counters["predicted_tokens"] += predicted.tokens
         counters["cached_tokens"] += cached.total
-        counters["overestimated_tokens"] += max(0, error)
-        counters["underestimated_tokens"] += max(0, cached.total - predicted.tokens)
-        self._errors_blocks.append(_error_blocks(max(error, 0) or min(0, predicted.tokens - cached.total), block_size))
+        counters["overestimated_tokens"] += over
+        counters["underestimated_tokens"] += under
+        # A part of a block is none: the last token of a prompt is computed even where its block is there.
+        self._errors_blocks.append(over // block_size - under // block_size)
         window = self._misses.setdefault(target_id, deque(maxlen=WINDOW_REQUESTS))
         window.append(is_miss)
         if is_miss and sum(window) >= MAX_MISSES:
@@ -60,7 +63,7 @@ class HitCheck:
 
     def take_errors(self) -> list[int]:
         """Return by how many blocks each prediction since the last call was wrong: above zero where less was found than
-        was predicted. What was only speculated on may be there or not."""
+        was predicted."""
         errors = list(self._errors_blocks)
         self._errors_blocks.clear()
         return errors
@@ -68,9 +71,3 @@ class HitCheck:
     def forget(self, target_id: str) -> None:
         """The target is gone, or another process has taken its place."""
         self._misses.pop(target_id, None)
-
-
-def _error_blocks(error_tokens: int, block_size: int) -> int:
-    """A part of a block is none: the last token of a prompt is computed even where its block is there."""
-    blocks = abs(error_tokens) // block_size
-    return blocks if error_tokens > 0 else -blocks

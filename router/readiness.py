@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from engine.errors import DeadlineError, HeadraceError, LoadingError, PressureError
-from engine.protocol import Engine, EngineInfo
+from engine.protocol import Engine, EngineInfo, GenerateRequest
 
 PATIENCE_S = 120.0
 """How long a request without a deadline waits for an engine to come back."""
@@ -33,6 +33,10 @@ class WatchedTarget(Protocol):
 
     @property
     def engine(self) -> WatchedEngine: ...
+
+    def takes(self, request: GenerateRequest) -> bool:
+        """Whether its engine can do what the request asks for."""
+        ...
 
 
 async def refuse_while_loading(targets: Sequence[WatchedTarget]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from engine.errors import DeadlineError, LoadingError, PressureError
 from engine.protocol import EngineLoad, GenerateRequest, Lease, Outcome, TokenOutput
 from router.admission import Admission, AdmissionLimits, ShedReason, Ticket
-from router.decision import DecisionLog
+from router.decision import REMEMBERED_DECISIONS, DecisionLog
 from router.dispatcher import Dispatcher
 from router.key_memo import KeyMemo
 from router.member import DispatchLease
@@ -64,7 +64,7 @@ class RoutedPool:
         block_size: int | None = None,
         admission_limits: AdmissionLimits | None = None,
         patience_s: float = PATIENCE_S,
-        num_decisions: int = 512,
+        num_decisions: int = REMEMBERED_DECISIONS,
     ) -> None:
         self.dispatcher = dispatcher
         self.block_size = block_size
@@ -122,7 +122,7 @@ class RoutedPool:
         begun_s = time.perf_counter()
         query = self._query(request)
         query_s = time.perf_counter() - begun_s
-        unfit = [target.target_id for target in self._targets.values() if not _takes(target, request)]
+        unfit = [target.target_id for target in self._targets.values() if not target.takes(request)]
         if len(unfit) < len(self._targets):  # where none can do what is asked for, one of them says so
             exclude = {*exclude, *unfit}
         return await self.place(
@@ -244,9 +244,3 @@ class RoutedPool:
 
 def _is_past(deadline_unix_s: float | None) -> bool:
     return deadline_unix_s is not None and time.time() >= deadline_unix_s - CLOCK_SLACK_S
-
-
-def _takes(target: WatchedTarget, request: GenerateRequest) -> bool:
-    """Whether the target's engine can do what the request asks for. Targets that do not say can do everything."""
-    takes = getattr(target, "takes", None)
-    return takes is None or bool(takes(request))

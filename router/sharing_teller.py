@@ -35,7 +35,7 @@ UNREAD_LIMIT_MESSAGES = 1_000
 
 
 class Teller:
-    """`find` returns this process's own decisions about a request."""
+    """`find` returns this process's own decisions about a request. Raises zmq.ZMQError when `address` cannot be had."""
 
     def __init__(
         self,
@@ -62,7 +62,11 @@ class Teller:
         self._socket.set(zmq.LINGER, 0)
         if keys is not None:
             keys.secure_server(self._socket)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self._socket.close(0)  # else the context could never end
+            raise
         self.address: str = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._reader = SocketReader(self._socket, self._receive)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 
+from engine.errors import ConfigError
 from server import logs
 from server.access.usage_table import UsageTable
 from server.api_spec import ApiSpec
@@ -30,6 +32,8 @@ from server.fleet.footing import Footing, footing_of
 
 if TYPE_CHECKING:
     from server.fleet.fleet import Fleet
+
+log = logging.getLogger("server.api_process")
 
 CLOSE_TIMEOUT_S = 2
 """For connections that do not close although nothing runs on them."""
@@ -171,7 +175,12 @@ def main() -> None:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = spec.metrics_dir
         forget_dead_processes(Path(spec.metrics_dir))
     with asyncio.Runner(loop_factory=uvicorn.Config("", loop="uvloop", log_config=None).get_loop_factory()) as runner:
-        runner.run(serve(spec))
+        try:
+            runner.run(serve(spec))
+        except ConfigError as error:
+            # The launcher starts it again: an address may become free, a file may come back.
+            log.error("%s", error)
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -41,14 +41,21 @@ MODELS_PATH = "/v1/models"
 PATHS: dict[type[WorkerRecord] | type[GatewayRecord], str] = {WorkerRecord: "/worker", GatewayRecord: "/gateway"}
 
 
-def open_http() -> aiohttp.ClientSession:
-    """Return a session that goes through no proxy and keeps no cookies. Raises ConfigError where aiohttp is missing."""
+def require_http() -> None:
+    """Raise ConfigError where aiohttp is missing."""
     try:
-        import aiohttp
+        import aiohttp  # noqa: F401
     except ImportError:
         raise ConfigError(
             "This registry needs aiohttp, which is not installed.", hint="Run: pip install 'headrace[fleet]'"
         ) from None
+
+
+def open_http() -> aiohttp.ClientSession:
+    """Return a session that goes through no proxy and keeps no cookies. Raises ConfigError where aiohttp is missing."""
+    require_http()
+    import aiohttp
+
     return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
 
 
@@ -79,16 +86,20 @@ class Endpoints(Generic[R]):
                 address = base.rstrip("/") + (PATHS[self._kind] if dialect == "headrace" else MODELS_PATH)
                 async with self._session.get(address, timeout=timeout, allow_redirects=False) as response:
                     if response.status != 200:
-                        return self._sieve.complain(url, f"it answers with status {response.status}")
+                        return self._complain(url, f"it answers with status {response.status}")
                     body = await _body(response)
                 ours = dialect == "headrace"
                 record = decode_record(body, self._kind) if ours else _other_record(base, dialect, body)
                 assert isinstance(record, self._kind), "only workers have such addresses"
                 self._last[url] = record
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                self._sieve.complain(url, f"it does not answer ({type(error).__name__})")
+                self._complain(url, f"it does not answer ({type(error).__name__})")
             except RecordError as error:
-                self._sieve.complain(url, error)
+                self._complain(url, error)
+
+    def _complain(self, url: str, reason: object) -> None:
+        """What was told before goes on to count: see the module's docstring."""
+        self._sieve.complain(url, reason, what="no record could be read")
 
 
 class Card(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import cast
@@ -40,6 +41,15 @@ def open_registry(spec: str) -> Registry:
         case "k8s":
             return _kubernetes(spec)
     raise ConfigError(f"{spec[:200]!r} names no registry.", hint=FORMS)
+
+
+def check_registry(spec: str) -> None:
+    """Raise ConfigError for what `open_registry` would raise it for. Connects to nothing; not for a running loop."""
+
+    async def check() -> None:
+        await open_registry(spec).close()
+
+    asyncio.run(check())
 
 
 def _static(rest: str) -> StaticRegistry:

@@ -152,13 +152,13 @@ class Sieve:
     def __init__(self) -> None:
         self._told: dict[str, str] = {}
 
-    def complain(self, source: str, reason: object) -> None:
+    def complain(self, source: str, reason: object, *, what: str = "a record of the registry is left out") -> None:
         """Warn, unless that was the last complaint about the same source."""
         if self._told.get(source) != str(reason):
             if len(self._told) >= MAX_RECORDS:
                 self._told.clear()
             self._told[source] = str(reason)
-            log.warning("a record of the registry is left out: %s: %s", source[:200].encode("unicode_escape"), reason)
+            log.warning("%s: %s: %s", what, source[:200].encode("unicode_escape").decode(), reason)
 
     def listed(self, found: Iterable[tuple[str, bytes | str]], kind: type[R]) -> tuple[R, ...]:
         """Decode (id, JSON) pairs: see `unique`. A record under another id than its own is left out."""

@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from router.registry.background import Background
 from router.registry.base import GatewayRecord, Record, WorkerRecord
 from router.registry.board import Board
-from router.registry.endpoints import POLL_INTERVAL_S, Endpoints, open_http
+from router.registry.endpoints import POLL_INTERVAL_S, Endpoints, open_http, require_http
 from router.registry.records import RecordError, Sieve, convert_record, is_http_url, is_worker_url, record_id
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ class StaticRegistry:
                 self._entries = read_entries(path)
             except (OSError, RecordError) as error:
                 raise ConfigError(f"The registry {path} cannot be read: {error}") from None
+        if any(isinstance(entry, str) for entry in (*self._entries.workers, *self._entries.gateways)):
+            require_http()
 
     def watch(self) -> AsyncIterator[tuple[WorkerRecord, ...]]:
         self._start()

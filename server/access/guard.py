@@ -78,14 +78,13 @@ class Guard:
         try:
             self._check(scope, record)
             if record.quota is not None:
-                send = record.quota.told_in(send)
                 record.quota.take_request()
         except HeadraceError as error:
-            await _refuse(send, error, record)
+            await _refuse(_with_limits(send, record), error, record)
             return
         self._running += 1
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, _with_limits(send, record))
         finally:
             self._running -= 1
 
@@ -148,6 +147,10 @@ def _is_loopback(scope: Scope) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return address is not None and (mapped or address).is_loopback
+
+
+def _with_limits(send: Send, record: RequestRecord) -> Send:
+    return send if record.quota is None else record.quota.told_in(send)
 
 
 async def _refuse(send: Send, error: HeadraceError, record: RequestRecord) -> None:

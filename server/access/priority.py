@@ -20,6 +20,13 @@ def priority_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     return None
 
 
+def chosen_priority(own: int | None, header: str | None) -> int:
+    """Return a request's priority: the body's, else the header's, else 0. Raises RequestError."""
+    if own is not None:
+        return own
+    return 0 if header is None else read_priority(header)
+
+
 def read_priority(written: str) -> int:
     """Return a header's number. Raises RequestError."""
     if not _NUMBER.fullmatch(written) or not -(2**31) <= int(written) < 2**31:

@@ -7,6 +7,7 @@ import msgspec
 from engine.errors import ConfigError
 from engine.wire.curve import KeyPair
 from router.registry.base import GatewayRecord
+from router.registry.open import check_registry
 from server.config import GatewayConfig
 from server.foreign.settings import ForeignSettings, read_engine_key, tokenizers_of
 from server.wire_access import check_not_open, read_wire_keys
@@ -38,6 +39,7 @@ def discovery_of(config: GatewayConfig, incarnation: str) -> Discovery:
     """Raise ConfigError for settings that cannot be used, and for a door that would be open to other machines."""
     if config.register is None:
         raise ConfigError("A gateway needs --register.", hint="Where do its workers register? See docs/discovery.md.")
+    check_registry(config.register)
     keys = read_wire_keys(config.wire_key_file, config.wire_clients_file)
     known = Discovery(
         register=config.register,

@@ -177,11 +177,11 @@ class Fleet:
                 return
             try:
                 link = self._link(record, rank)
+                link.open()
             except ConfigError as error:
                 self._complain(name, f"worker {record.worker_id} cannot be connected to: {error}")
                 continue
             self._links[name] = link
-            link.open()
 
     def _link(self, record: WorkerRecord, rank: RankAddress | None) -> FleetLink:
         if rank is not None:

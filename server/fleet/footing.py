@@ -8,6 +8,7 @@ from typing import Any
 
 import zmq
 
+from engine.errors import ConfigError
 from engine.wire.curve import KeyPair
 from router.registry.base import Announcement, GatewayRecord, Registry
 from router.registry.open import open_registry
@@ -35,8 +36,12 @@ class Footing:
     foreign: ForeignSettings | None = None
 
     async def open(self) -> None:
+        """Raises ConfigError for an address that cannot be had."""
         if self.sharing is not None:
-            self.sharing.open()
+            try:
+                self.sharing.open()
+            except zmq.ZMQError as error:
+                raise ConfigError(f"Cannot listen on {self.sharing.address}: {error}.") from None
         if self.own is not None:
             self.announcement = await self.registry.announce(self.own)
 

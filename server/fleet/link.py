@@ -6,18 +6,25 @@ What all connections have in common is `FleetLink`; those to workers of other ma
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from engine.protocol import Admin, EngineInfo, EngineLoad
+from engine.errors import ConfigError
+from engine.protocol import Admin, EngineInfo, EngineLoad, GenerateRequest
 from engine.wire.client import RemoteEngine, RemoteState
 from engine.wire.curve import KeyPair
 from router.readiness import WatchedEngine
 from router.registry.base import RankAddress, WorkerRecord
 from router.registry.compat import compatibility_digest
+
+log = logging.getLogger("headrace.fleet")
+
+SILENT_AT_FIRST_S = 10.0
+"""An engine answers also while it loads its model."""
 
 RETIRE_POLL_S = 0.2
 RETIRE_SILENT_LOOKS = 150
@@ -85,6 +92,8 @@ class FleetLink(Protocol):
     @property
     def tells_tokens(self) -> bool: ...
 
+    def takes(self, request: GenerateRequest) -> bool: ...
+
     def leads_to(self, record: WorkerRecord, rank: RankAddress | None) -> bool: ...
 
     def open(self) -> None: ...
@@ -97,7 +106,10 @@ class FleetLink(Protocol):
 
 
 class RankLink:
-    """A `Target`. `on_change(link, is_new_process)` is called whenever the engine's state changes, and at first."""
+    """A `Target`. `on_change(link, is_new_process)` is called whenever the engine's state changes, and at first.
+
+    Raises ConfigError for a record whose worker cannot be spoken to with these keys.
+    """
 
     tells_tokens = True
 
@@ -111,10 +123,16 @@ class RankLink:
         self.record = record
         self.rank = rank
         self.target_id = target_id(record.worker_id, rank.dp_rank)
+        if record.public_key is not None and keys is None:
+            raise ConfigError("It asks for keys, and this gateway has no --wire-key-file.")
         secured = keys if record.public_key is not None else None
         self.engine = RemoteEngine(rank.wire, keys=secured, server_key=record.public_key, watch_load=True)
         self._on_change = on_change
-        self._watch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def takes(self, request: GenerateRequest) -> bool:
+        """What an engine of ours cannot do, it says itself."""
+        return True
 
     def leads_to(self, record: WorkerRecord, rank: RankAddress | None) -> bool:
         """Whether it is the connection that a record asks for. Which process answers there is learnt over it."""
@@ -144,19 +162,19 @@ class RankLink:
 
     def open(self) -> None:
         self.engine.open()
-        self._watch = asyncio.create_task(self._follow())
+        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._tell_if_silent())]
 
     async def close(self) -> None:
         """Its streams end with EngineDiedError."""
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in self._tasks:
+            task.cancel()
         self.engine.close()
 
     async def retire(self) -> None:
         """Close once its streams have ended: being on no list is no reason to break them. Nobody watches it any more:
         when it is silent for too long they go on elsewhere."""
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in self._tasks:
+            task.cancel()
         try:
             frames, silent_looks = 0, 0
             while self.engine.num_running and self.engine.state().state in ("ready", "draining"):
@@ -179,3 +197,14 @@ class RankLink:
             incarnation = state.incarnation or incarnation
             self._on_change(self, is_new and was_known)
             await self.engine.wait_changed()
+
+    async def _tell_if_silent(self) -> None:
+        """Say what may be wrong with an engine that never answers: who is refused for its keys hears nothing at all."""
+        await asyncio.sleep(SILENT_AT_FIRST_S)
+        if self.engine.frames_received:
+            return
+        hint = "can it be reached from here?"
+        if self.record.public_key is not None:
+            hint = "can it be reached from here, and is this gateway's public key in its list of clients?"
+        told = self.engine.state().message
+        log.warning("nothing has come from %s at %s yet: %s (%s)", self.target_id, self.engine.address, hint, told)

@@ -7,7 +7,8 @@ keeps the sums of several processes apart and adds them when any of them is scra
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -38,6 +39,13 @@ class RouterMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"headrace_router_{name}", text, ["model", *labels], registry=registry)
 
+        def gauge(name: str, text: str, *labels: str, over: Literal["livesum", "livemax"]) -> Gauge:
+            return Gauge(name, text, ["model", *labels], registry=registry, multiprocess_mode=over)
+
+        def histogram(name: str, text: str, *labels: str, buckets: Sequence[float]) -> Histogram:
+            name = f"headrace_router_{name}"
+            return Histogram(name, text, ["model", *labels], buckets=buckets, registry=registry)
+
         self._counters = {
             "requests": counter("requests", "Attempts by how they ended.", "policy", "outcome"),
             "retries": counter("retries", "Attempts that another one followed, by why.", "cause"),
@@ -46,50 +54,31 @@ class RouterMetrics:
             "index": counter("index_events", "Gaps, replays and resyncs of the index's feed.", "kind"),
             "shed": counter("shed", "Requests that got no turn, by why.", "reason"),
         }
-        self._queued = Gauge(
-            ROUTER_QUEUED,
-            "Requests that wait in the router.",
-            ["model", "class"],
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
+        self._queued = gauge(ROUTER_QUEUED, "Requests that wait in the router.", "class", over="livesum")
         # Each process has an index of its own, and all follow the same engines: memory adds up, content does not.
-        self._index_blocks = Gauge(
+        self._index_blocks = gauge(
             "headrace_router_index_blocks",
             "Different KV blocks that the prefix index knows, in the process that knows most.",
-            ["model"],
-            registry=registry,
-            multiprocess_mode="livemax",
+            over="livemax",
         )
-        self._index_bytes = Gauge(
-            "headrace_router_index_bytes",
-            "Memory of the prefix indexes, over all processes.",
-            ["model"],
-            registry=registry,
-            multiprocess_mode="livesum",
+        self._index_bytes = gauge(
+            "headrace_router_index_bytes", "Memory of the prefix indexes, over all processes.", over="livesum"
         )
-        self._decisions = Histogram(
-            "headrace_router_decision_seconds",
-            "Hashing a prompt, looking it up and choosing a target.",
-            ["model"],
-            buckets=DECISION_BUCKETS_S,
-            registry=registry,
+        self._decisions = histogram(
+            "decision_seconds", "Hashing a prompt, looking it up and choosing a target.", buckets=DECISION_BUCKETS_S
         )
-        self._errors = Histogram(
-            "headrace_router_prediction_error_blocks",
+        self._errors = histogram(
+            "prediction_error_blocks",
             "Blocks by which a predicted hit was wrong; one that was right counts as overestimated by 0.",
-            ["model", "kind"],
+            "kind",
             buckets=ERROR_BUCKETS_BLOCKS,
-            registry=registry,
+        )
+        self._queue_wait = histogram(
+            "queue_wait_seconds",
+            "How long requests waited in the router until they were let through.",
+            buckets=QUEUE_WAIT_BUCKETS_S,
         )
         self._targets = TargetMetrics(registry)
-        self._queue_wait = Histogram(
-            "headrace_router_queue_wait_seconds",
-            "How long requests waited in the router until they were let through.",
-            ["model"],
-            buckets=QUEUE_WAIT_BUCKETS_S,
-            registry=registry,
-        )
 
     async def keep_updated(self) -> None:
         while True:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from engine.errors import RequestError
-from router.decision import Decision
+from router.decision import REMEMBERED_DECISIONS, Decision
 from router.member import TargetStatus
 from router.registry.base import GatewayRecord
 from router.values import Role
@@ -68,7 +68,8 @@ def fleet_routes(fleet: Fleet) -> APIRouter:
         if not decisions:
             unknown = f", but {silent} did not answer" if silent else ""
             raise UnknownRequestError(
-                f"No process that could be asked remembers this request{unknown}. Each keeps its last ones.",
+                f"No process that could be asked remembers this request{unknown}."
+                f" Each keeps its last {REMEMBERED_DECISIONS} decisions.",
                 param="request_id",
                 value=request_id,
             )

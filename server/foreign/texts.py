@@ -19,6 +19,8 @@ from server.foreign.settings import ANY
 
 log = logging.getLogger("headrace.fleet")
 
+READ_AGAIN_S = 30.0
+
 
 @dataclass(frozen=True)
 class PoolText:
@@ -68,10 +70,13 @@ class Texts:
             self._begun[model] = asyncio.create_task(work)
 
     async def _read(self, model: str, source: str) -> None:
-        try:
-            self._note(model, await asyncio.to_thread(_read_probed, source))
-        except HeadraceError as error:
-            log.error("the tokenizer of %s cannot be used: %s", model, error)
+        """Read until it can be used: a hub may be away, a file may come."""
+        while model not in self._known:
+            try:
+                self._note(model, await asyncio.to_thread(_read_probed, source))
+            except HeadraceError as error:
+                log.error("the tokenizer of %s cannot be used: %s", model, error)
+                await asyncio.sleep(READ_AGAIN_S)
 
     async def _fetch(self, model: str, engine: Engine, info: EngineInfo) -> None:
         try:

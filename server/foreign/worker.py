@@ -10,9 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Literal, cast
-
-import msgspec
+from typing import TYPE_CHECKING, Literal
 
 from engine.errors import (
     ConfigError,
@@ -27,8 +25,9 @@ from engine.errors import (
 )
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire.client import RemoteState
-from server.foreign.dialect import Dialect, PartDialect, check_common, no_ids
+from server.foreign.dialect import Dialect, no_ids
 from server.foreign.exchange import Exchange, ExchangeEnded
+from server.foreign.outputs import outputs_of
 from server.foreign.stream import Stream
 from server.foreign.watch import ServerWatch
 
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
     import aiohttp
 
 MAX_STREAMS = 16_384
-PART_TOKENS = 16
-"""Tokens that are asked for at once where a server's streams do not tell all of them: few enough to be read as they
-come, and enough that asking costs little."""
-
 HEALTH_INTERVAL_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_S = 300.0
@@ -207,9 +202,8 @@ class OpenAIWorker:
         if (info := self._info) is None:
             raise EngineDiedError(f"The engine at {self.url} serves no more.")
         async with self._exchange(request.request_id, request.deadline_unix_s) as exchange:
-            body = msgspec.json.encode(dialect.body(request, info))
             stream = Stream(request, info, dialect.reader(request))
-            async with aclosing(self._outputs(exchange, stream, dialect, body)) as outputs:
+            async with aclosing(self._outputs(exchange, stream, dialect)) as outputs:
                 async for output in outputs:
                     yield output
 
@@ -309,11 +303,10 @@ class OpenAIWorker:
         self._dialect.check(request)
         return self._dialect
 
-    async def _outputs(
-        self, exchange: Exchange, stream: Stream, dialect: Dialect, body: bytes
-    ) -> AsyncGenerator[TokenOutput, None]:
+    async def _outputs(self, exchange: Exchange, stream: Stream, dialect: Dialect) -> AsyncGenerator[TokenOutput, None]:
+        """Yield to the end, also where the request is ended from here; counts what comes and what goes wrong."""
         try:
-            async with aclosing(self._streamed(exchange, stream, dialect, body)) as outputs:
+            async with aclosing(outputs_of(exchange, self.session, self.url, stream, dialect)) as outputs:
                 async for output in outputs:
                     self._count(stream, output)
                     yield output
@@ -322,35 +315,6 @@ class OpenAIWorker:
         except HeadraceError as error:
             self._note_error(error)
             raise
-
-    async def _streamed(
-        self, exchange: Exchange, stream: Stream, dialect: Dialect, body: bytes
-    ) -> AsyncGenerator[TokenOutput, None]:
-        """Yield what the server makes to the end, in parts from where a stream has left something out."""
-        headers = {"X-Request-Id": stream.request.request_id[:128]}
-        await exchange.post(self.session, self.url + dialect.path, body, headers)
-        while not stream.has_gap:
-            if (data := await exchange.read()) is None:
-                raise EngineDiedError("The engine's answer broke off.")
-            for output in stream.outputs(data):
-                yield output
-                if output.finish_reason is not None:
-                    return
-            if stream.failure is not None:
-                raise stream.failure
-        parts = cast(PartDialect, dialect)
-        while True:
-            exchange.close()
-            rest, info = _resumable(stream), stream.info
-            body = msgspec.json.encode(parts.part_body(rest, info, PART_TOKENS))
-            await exchange.post(self.session, self.url + dialect.path, body, headers)
-            answer = b""
-            while (data := await exchange.read()) is not None:
-                answer += data
-            for output in stream.take_part(parts.read_part(answer, rest, info)):
-                yield output
-                if output.finish_reason is not None:
-                    return
 
     def _count(self, stream: Stream, output: TokenOutput) -> None:
         if output.cached is not None:
@@ -376,17 +340,3 @@ class OpenAIWorker:
         self._endings["error"] += 1
         if isinstance(error, EngineDiedError):
             self.watch.look_soon()
-
-
-def _resumable(stream: Stream) -> GenerateRequest:
-    """Return what is left of a request. Raises RequestFailedError where that cannot be asked for by itself."""
-    rest = stream.rest
-    try:
-        check_common(rest)
-    except UnsupportedError as error:
-        raise RequestFailedError(
-            f"The engine left out tokens, and with '{error.param}' it cannot be asked again."
-        ) from None
-    if rest.sampling.logprobs is not None:
-        raise RequestFailedError("The engine left out tokens, whose logprobs it does not tell.")
-    return rest

@@ -54,7 +54,7 @@ class RelayBody:
         options = looked.stream_options or {}
         self.stream = looked.stream or False
         self.wants_usage = options.get("include_usage") is True
-        self.priority = looked.priority or 0
+        self.priority = looked.priority
         self.cache_salt = looked.cache_salt or None
         most = looked.max_completion_tokens or looked.max_tokens or 0
         self.max_output_tokens = max(0, most) * max(1, looked.n or 1)

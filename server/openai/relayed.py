@@ -13,13 +13,14 @@ import msgspec
 
 from engine.errors import EngineDiedError, HeadraceError
 from kvstore.keys import PUBLIC_SCOPE
+from server.access.priority import chosen_priority
 from server.access.record import Caller, RequestRecord
 from server.access.session import session_of_body
 from server.bench.serve_stream import EventLines
 from server.debug_header import DEBUG_HEADER, described
 from server.foreign.dialect import DONE as DONE_DATA
 from server.foreign.errors import error_of_body
-from server.foreign.relay_supervisor import RelayRequest, StreamedAnswer
+from server.foreign.relay_supervisor import RelayRequest, RelaySupervisor, StreamedAnswer
 from server.openai.channel import Channel
 from server.openai.generation import RequestClock
 from server.openai.relay_body import RelayBody, model_named
@@ -55,14 +56,19 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Account:
-    """What an answer is counted as."""
+    """What an answer is counted as. `prompt_tokens` is an estimate, until the server tells the usage."""
 
-    def __init__(self, record: RequestRecord) -> None:
+    def __init__(self, record: RequestRecord, prompt_tokens: int) -> None:
         self.is_finished = False
+        self.has_begun = False
         self._record = record
+        self._prompt_tokens = prompt_tokens
+        self._pieces = 0
 
     def take(self, chunk: Chunk) -> None:
         record = self._record
+        self.has_begun = True
+        self._pieces += len(chunk.choices)
         record.answer_id = record.answer_id or chunk.id
         reasons = [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
         record.finish_reasons += reasons
@@ -72,13 +78,21 @@ class Account:
             details = chunk.usage.prompt_tokens_details
             record.cached_tokens = None if details is None else details.cached_tokens
 
-    def count(self, service: Service, clock: RequestClock) -> None:
+    def count(self, service: Service, clock: RequestClock, *, has_run: bool) -> None:
         record, metrics = self._record, service.metrics
+        if record.quota is not None:
+            record.quota.spend(self._spent_tokens() if has_run else 0)
         metrics.prompt_tokens.inc(record.prompt_tokens or 0)
         metrics.cached_prompt_tokens.inc(record.cached_tokens or 0)
         metrics.generation_tokens.inc(record.completion_tokens or 0)
         metrics.e2e.observe(perf_counter() - clock.arrived_s)
         record.ttft_s = clock.ttft_s
+
+    def _spent_tokens(self) -> int:
+        """Usage comes last: a client that left before it has been served all the same, and pays what can be seen."""
+        record = self._record
+        prompt = self._prompt_tokens if record.prompt_tokens is None else record.prompt_tokens
+        return prompt + (self._pieces if record.completion_tokens is None else record.completion_tokens)
 
 
 def relayed_model(service: Service, body: bytes) -> ServedModel | None:
@@ -109,11 +123,29 @@ async def relay(
         channel.add_late_header(DEBUG_HEADER, lambda: described(decisions()))
     if record.quota is not None:
         record.quota.hold(request.prompt_tokens, asked.max_output_tokens)
-    account = Account(record)
-    # From here on: it may be long before a busy server begins.
-    keep_alive = asyncio.create_task(channel.keep_alive(service.config.sse_keep_alive_s)) if asked.stream else None
+    account, has_run = Account(record, request.prompt_tokens), True
     try:
-        async with model.relays.ask(request) as answer:
+        await _pass_on(model.relays, request, asked, account, channel, clock, service.config.sse_keep_alive_s)
+    except HeadraceError:
+        has_run = account.has_begun
+        raise
+    finally:
+        account.count(service, clock, has_run=has_run)
+
+
+async def _pass_on(
+    relays: RelaySupervisor,
+    request: RelayRequest,
+    asked: RelayBody,
+    account: Account,
+    channel: Channel,
+    clock: RequestClock,
+    keep_alive_s: float,
+) -> None:
+    # From here on: it may be long before a busy server begins.
+    keep_alive = asyncio.create_task(channel.keep_alive(keep_alive_s)) if asked.stream else None
+    try:
+        async with relays.ask(request) as answer:
             if isinstance(answer, StreamedAnswer):
                 await _pass_events(answer.chunks, asked, account, channel, clock)
             elif asked.stream:
@@ -125,9 +157,6 @@ async def relay(
     finally:
         if keep_alive is not None:
             keep_alive.cancel()
-        account.count(service, clock)
-        if record.quota is not None:
-            record.quota.spend((record.prompt_tokens or 0) + (record.completion_tokens or 0))
 
 
 def _request(service: Service, asked: RelayBody, path: str, caller: Caller, record: RequestRecord) -> RelayRequest:
@@ -145,7 +174,7 @@ def _request(service: Service, asked: RelayBody, path: str, caller: Caller, reco
         body=data,
         headers=headers,
         prompt_tokens=max(1, len(data) // CHARACTERS_A_TOKEN),
-        priority=asked.priority,
+        priority=chosen_priority(asked.priority, caller.priority),
         session_id=caller.session or session_of_body(asked.session_fields),
         deadline_unix_s=caller.deadline_unix_s,
     )

@@ -13,7 +13,7 @@ from engine.protocol import EngineInfo, GenerateRequest, SamplingParams
 from engine.text.machine import TextMachine
 from engine.text.stops import StopStrings
 from engine.validation import check_grammar, validate
-from server.access.priority import read_priority
+from server.access.priority import chosen_priority
 from server.access.record import Caller
 from server.access.session import session_of_body
 from server.openai.constraints import Constraint, constraint_of
@@ -69,6 +69,7 @@ def choice_runs(
         check_prompt_values(sum(map(len, prompts)) * body.n, wanted.prompt_logprobs)
     sampling = sampling_params(body, wanted, text.info)
     stop = StopStrings(body.stop) if body.stop else None
+    priority = chosen_priority(body.priority if "priority" in body.model_fields_set else None, caller.priority)
     runs: list[ChoiceRun] = []
     for prompt_index, prompt_ids in enumerate(prompts):
         seed = body.seed if body.seed is not None else secrets.randbelow(INT64)
@@ -79,7 +80,7 @@ def choice_runs(
             prompt_ids=prompt_ids,
             sampling=sampling,
             cache_scope=service.cache_scope(caller.tenant, body.cache_salt),
-            priority=_priority(body, caller),
+            priority=priority,
             prompt_logprobs=wanted.prompt_logprobs,
             grammar=None if wanted.constraint is None else wanted.constraint.grammar,
             deadline_unix_s=caller.deadline_unix_s,
@@ -106,12 +107,6 @@ def choice_runs(
             run = ChoiceRun(len(runs), model.engine, request, machine, echo=echo, wants_ids=body.return_token_ids)
             runs.append(run)
     return runs
-
-
-def _priority(body: GenerationBody, caller: Caller) -> int:
-    if caller.priority is None or "priority" in body.model_fields_set:
-        return body.priority
-    return read_priority(caller.priority)
 
 
 def _check_allowed_values(body: GenerationBody, prompts: int) -> None:

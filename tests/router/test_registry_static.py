@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from engine.errors import ConfigError
 from router.registry.kubernetes_access import KubernetesAccess
-from router.registry.open import open_registry
+from router.registry.open import check_registry, open_registry
 from router.registry.records import MAX_RECORD_BYTES
 from router.registry.static import StaticRegistry
 from router.registry.valkey import ValkeyRegistry
@@ -129,6 +130,19 @@ async def test_names_of_no_registry_are_refused(spec: str, monkeypatch: pytest.M
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ConfigError):
         open_registry(spec)
+
+
+def test_a_name_is_checked_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_registry("redis://127.0.0.1:1/0")  # nobody need be there
+    check_registry("static:http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="names no registry"):
+        check_registry("nonsense")
+    path = tmp_path / "list.json"
+    write(path, ["http://127.0.0.1:1"])
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    for spec in ("static:http://127.0.0.1:1", f"static:{path}"):
+        with pytest.raises(ConfigError, match="aiohttp"):
+            check_registry(spec)
 
 
 async def test_names_of_registries(tmp_path: Path) -> None:

@@ -352,6 +352,18 @@ def test_what_cannot_be_is_noticed(messages: list[Snapshot | Changes]) -> None:
         leases.take(last)
 
 
+async def test_an_address_that_is_taken_is_told_and_keeps_no_process_from_ending() -> None:
+    first = DispatchSharing("tcp://127.0.0.1:0")
+    first.open()
+    context: zmq.Context[Any] = zmq.Context()
+    second = DispatchSharing(first.address, context=context)
+    with pytest.raises(zmq.ZMQError):
+        second.open()
+    second.close()
+    first.close()
+    await asyncio.wait_for(asyncio.to_thread(context.term), 60)
+
+
 def test_own_changes_are_bounded_by_telling_them_in_time() -> None:
     told = []
     leases = OwnLeases(lambda is_full: told.append(len(leases.take_changes())) if is_full else None)

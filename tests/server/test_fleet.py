@@ -252,7 +252,7 @@ async def test_records_that_cannot_be_followed_harm_no_others(
             pool = fleet.pools[MODEL]
             await ready(pool, "a/0")
             assert await run(pool, "r") == expected(50)
-            assert "secret cannot be connected to" in caplog.text
+            assert "secret cannot be connected to: It asks for keys" in caplog.text
             assert "third is not served" in caplog.text
             registry.list(record(tmp_path, "third", model="third"), record(tmp_path, "a"))
             await until(lambda: set(fleet.pools) == {MODEL, "third"}, "it has the place of one that nobody has")

@@ -90,7 +90,7 @@ async def test_what_another_make_cannot_do_is_known_beforehand(source: Path) -> 
             (link,) = fleet.links
             plain = GenerateRequest(request_id="r", prompt_ids=[5], sampling=SamplingParams(max_tokens=3))
             resumed = msgspec.structs.replace(plain, grammar=Grammar("regex", "a"), resume_ids=[6])
-            assert [link.takes(one) for one in (plain, resumed)] == [True, False]  # type: ignore[attr-defined]
+            assert [link.takes(one) for one in (plain, resumed)] == [True, False]
             (model,) = fleet.served()
             assert model.info.max_model_len == 512
             assert link.digest is not None

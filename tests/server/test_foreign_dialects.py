@@ -15,6 +15,7 @@ from server.foreign.dialect import Dialect
 from server.foreign.info import foreign_info
 from server.foreign.llama_server import LlamaServer
 from server.foreign.openai_ids import OpenAIIds
+from server.foreign.outputs import MAX_PART_BYTES
 from server.foreign.registry import detect
 from server.foreign.sglang import SGLang
 from server.foreign.worker import OpenAIWorker
@@ -183,6 +184,11 @@ async def test_ids_that_a_stream_of_llama_server_leaves_out_are_asked_for() -> N
     async with other_server(events=events, parts=parts) as server:
         with pytest.raises(RequestFailedError):
             await ask(server, LlamaServer(), logprobs=1)
+    empty = json.dumps({"content": "", "tokens": [], "stop": True, "stop_type": "limit"}).encode()
+    for part in (empty, b" " * (MAX_PART_BYTES + 1)):
+        async with other_server(events=events, parts=[part]) as server:
+            with pytest.raises(EngineDiedError):
+                await ask(server, LlamaServer(), max_tokens=10)
 
 
 async def test_languages_are_found_out() -> None:

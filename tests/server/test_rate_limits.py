@@ -299,6 +299,7 @@ async def test_a_limited_key_that_finds_the_server_full_has_used_nothing() -> No
         await engine.gate.reached.wait()
         full = await ask(server)
         assert full.json()["error"]["code"] == "server_is_overloaded"
+        assert told(full)["remaining-requests"] == "4"
         engine.gate.opened.set()
         assert (await running).status_code == 200
         assert told(await ask(server))["remaining-requests"] == "3"

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from engine.protocol import Lease
 from router.registry.base import WorkerRecord
 from server.access.credentials import Credentials
 from server.access.keys import KeyEntry, digest_of
-from server.config import RoutingConfig
+from server.access.quota import EVERYBODY
+from server.access.usage_table import Limits, UsageTable
+from server.config import RoutingConfig, ServeConfig
 from server.fleet.fleet import Fleet
 from server.foreign.settings import ForeignSettings
+from server.openai.relayed import CHARACTERS_A_TOKEN
 from tests.support.api_server import ApiServer, chat_body, chunks, serving_models
 from tests.support.listed_registry import ListedRegistry
 from tests.support.other_server import OtherServer, other_server
@@ -39,7 +43,10 @@ USAGE = {
 
 @asynccontextmanager
 async def door_to(
-    *servers: OtherServer, credentials: Credentials | None = None
+    *servers: OtherServer,
+    credentials: Credentials | None = None,
+    config: ServeConfig | None = None,
+    usage: UsageTable | None = None,
 ) -> AsyncIterator[tuple[ApiServer, Fleet]]:
     """Serve in front of these, once all of them are known to be well."""
     records = [
@@ -47,7 +54,7 @@ async def door_to(
         for number, one in enumerate(servers)
     ]
     fleet = Fleet(ListedRegistry(*records), RoutingConfig(), foreign=ForeignSettings(api_key="engines-key"))
-    async with serving_models(fleet, credentials=credentials) as door:
+    async with serving_models(fleet, credentials=credentials, config=config, usage=usage) as door:
         await fleet.opened.wait()
         pool = fleet.pools["tiny"]
         await until(lambda: [one.engine.is_ready for one in pool.links.values()] == [True] * len(servers), "all serve")
@@ -167,6 +174,50 @@ async def test_a_client_that_leaves_ends_the_request_upstream() -> None:
             assert await anext(response.aiter_lines())
         await asyncio.wait_for(upstream.left.wait(), 30)
         await until(lambda: set(fleet.pools["tiny"].pool.in_flight.values()) == {0}, "its lease is released")
+
+
+async def test_a_client_that_leaves_before_the_usage_comes_pays_what_it_got() -> None:
+    config, usage = ServeConfig(tokens_per_minute=1000), UsageTable(clock=lambda: 50.0)
+    async with (
+        other_server(events=[part("a"), part("b")], stays_open=True) as upstream,
+        door_to(upstream, config=config, usage=usage) as (door, fleet),
+    ):
+        body = chat_body(stream=True, max_tokens=9)
+        async with door.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.aiter_lines()
+            while '"b"' not in await anext(lines):
+                pass
+        await until(lambda: set(fleet.pools["tiny"].pool.in_flight.values()) == {0}, "its lease is released")
+        (sent,) = upstream.seen
+        prompt_tokens = len(json.dumps(sent, separators=(",", ":"))) // CHARACTERS_A_TOKEN
+        await until(lambda: used_tokens(usage) == prompt_tokens + 2, "it has paid")
+        upstream.status, upstream.body = 400, b'{"detail":"bad"}'
+        assert (await door.chat()).status_code == 400
+        assert used_tokens(usage) == prompt_tokens + 2, "what was refused is free"
+
+
+def used_tokens(usage: UsageTable) -> float:
+    return usage.used(EVERYBODY, Limits(tokens=1000)).tokens
+
+
+async def test_the_header_says_the_priority_where_the_body_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps({**USAGE, "choices": [{"finish_reason": "stop"}]}).encode()
+    async with other_server(body=body) as upstream, door_to(upstream) as (door, fleet):
+        pool = fleet.pools["tiny"].pool
+        seen, place = list[int](), pool.place
+
+        async def noting(*args: Any, **fields: Any) -> Lease:  # noqa: ANN401
+            seen.append(fields["priority"])
+            return await place(*args, **fields)
+
+        monkeypatch.setattr(pool, "place", noting)
+        headers = {"x-vllm-priority": "-3"}
+        for fields in ({}, {"priority": 2}):
+            await door.client.post("/v1/chat/completions", json=chat_body(**fields), headers=headers)
+        assert seen == [-3, 2]
+        headers = {"x-vllm-priority": "soon"}
+        refused = await door.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
+        assert refused.status_code == 400
 
 
 async def test_a_model_of_text_has_no_tokens() -> None:

@@ -21,6 +21,9 @@ class StaticTarget:
     target_id: str
     engine: WatchedEngine
 
+    def takes(self, request: GenerateRequest) -> bool:
+        return True
+
 
 class StaticLease:
     """One request on one target."""
