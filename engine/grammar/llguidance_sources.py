@@ -35,8 +35,8 @@ MAX_GBNF_RULES = 500
 MAX_MESSAGE_CHARS = 300
 
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
-_LARK_REGEX = re.compile(r"/((?:\\.|[^/\\\n])+)/")
-_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_LARK_REGEX = re.compile(r"\\.|/((?:\\.|[^/\\\n])++)/")
+"""The first part is no expression: it keeps escaped slashes from being looked at as the beginning of one."""
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _NUMBER_MEMBER = re.compile(r'("(?:[^"\\]|\\.){0,64}+")\s*+:\s*+(-?[0-9][0-9.eE+-]*)')
 """A number in JSON and the name before it; 64 are enough for a name of ten characters, all of them escaped."""
@@ -88,7 +88,7 @@ def _lark(source: str) -> str:
     """A rule of GBNF has "::=" behind its name, and no line of Lark begins like that."""
     if not _GBNF_RULE.search(source):
         _check_multiples(source)  # Lark may hold schemas
-        for literal in _LARK_REGEX.findall(source):
+        for literal in filter(None, _LARK_REGEX.findall(source)):
             _check_repetitions(literal)
         return source
     if source.count("::=") > MAX_GBNF_RULES:
@@ -110,13 +110,21 @@ def _plain_escape(escape: re.Match[str]) -> str:
 
 
 def _strings(source: str) -> Iterator[str]:
-    """All strings of a JSON text that may be patterns, as they are meant; nothing of what is no JSON."""
-    for string in _JSON_STRING.findall(source):
-        if "{" in string or "\\u" in string:
-            try:
-                yield json.loads(string)
-            except ValueError:
-                return  # The library refuses it as well.
+    """All strings of a JSON text in which something may repeat, as they are meant; nothing of what is no JSON: the
+    library refuses that as well."""
+    try:
+        left: list[object] = [msgspec.json.decode(source)]
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            if "{" in value:
+                yield value
+        elif isinstance(value, dict):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            left += value
 
 
 def _check_repetitions(pattern: str) -> None:

@@ -10,7 +10,7 @@ import re
 
 _COUNT = re.compile(r"\{([0-9]+)(?:,[0-9]*)?\}")
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|.)", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]{0,64}\}|.)", re.DOTALL)
 _MOST = 10**9
 
 
@@ -24,10 +24,13 @@ def _written_out(pattern: str) -> int:
     """Return the characters of the longest alternative, at most a billion."""
     outer: list[tuple[int, int]] = []
     longest = before = part = 0  # of the group's alternatives, of the present one, of what a count would repeat
-    at = 0
+    at, has_classes = 0, True
     while at < len(pattern):
         letter = pattern[at]
-        whole = (_ESCAPE if letter == "\\" else _CLASS).match(pattern, at) if letter in "\\[" else None
+        whole = _ESCAPE.match(pattern, at) if letter == "\\" else None
+        if letter == "[" and has_classes:
+            whole = _CLASS.match(pattern, at)
+            has_classes = whole is not None  # one without an end: those that begin within it have none either
         count = _COUNT.match(pattern, at) if letter == "{" else None
         if count is not None:
             part = min(part * _number(count[1]), _MOST)

@@ -187,6 +187,16 @@ def test_a_look_for_multiples_takes_no_time_for_any_text() -> None:
             LLGuidanceBackend(vocabulary()).compile(Grammar("json_schema", text))
 
 
+def test_a_look_for_repetitions_takes_no_time_for_any_text() -> None:
+    """The same: brackets, escapes and slashes that never end."""
+    for text in ("[" * 128_000, "[" * 64_000 + "\\]" * 32_000, "\\p{" * 40_000, "{1" * 64_000, "(" * 128_000):
+        with pytest.raises(RequestError):
+            LLGuidanceBackend(vocabulary()).compile(Grammar("regex", text))
+    for text in ("start: /" + "\\/" * 60_000, "start: " + "/\\/" * 40_000):
+        with pytest.raises(RequestError):
+            LLGuidanceBackend(vocabulary()).compile(Grammar("grammar", text))
+
+
 def test_the_longest_chain_of_references_has_room_on_the_stack(pool: GrammarPool) -> None:
     depth = 4000
     chain = ",".join(f'"{i:x}":{{"items":{{"$ref":"#/{i + 1:x}"}}}}' for i in range(depth))
