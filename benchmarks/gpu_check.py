@@ -66,6 +66,7 @@ def load(model: str, numerics: Numerics, device: str, dtype: str = "bfloat16") -
         numerics=numerics,
         device=device,  # type: ignore[arg-type]
         dtype=dtype,  # type: ignore[arg-type]
+        operators="torch" if device == "cpu" else "auto",  # the reference, and the interpreter's counterpart
         max_model_len=MAX_MODEL_LEN,
     )
     return load_model(config, lambda fraction, phase: None)

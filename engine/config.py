@@ -10,6 +10,8 @@ from engine.protocol import Numerics
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+OperatorSet = Literal["auto", "cpp", "torch"]
+WeightFormat = Literal["dtype", "int8"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,9 +19,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `model` is a directory, a GGUF file, a packaged model's name or a hub's org/name. `kv_cache_memory_bytes` bounds the
     device's KV pool. `max_step_tokens` is the token budget of one step, `max_running` the number of slots,
-    `max_waiting` the bound of the queue. `in_flight_steps` 1 is the synchronous loop, 2 schedules a step while the one
-    before it runs; None is 2 on a GPU and 1 on a CPU. `local_engines` share this machine, and this is the one of number
-    `local_index`: what is not set is chosen so that there is room for all of them.
+    `max_waiting` the bound of the queue. `operators` is for a CPU: "auto" is "cpp" where there is a compiler, or what
+    one has made, and the dtype is bfloat16 or float32. `weights` "int8" needs "cpp". `in_flight_steps` 1 is the
+    synchronous loop, 2 schedules a step while the one before it runs; None is 2 on a GPU and 1 on a CPU.
+    `local_engines` share this machine, and this is the one of number `local_index`: what is not set is chosen so that
+    there is room for all of them.
     """
 
     model: str = "smollm2"
@@ -27,6 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DType = "auto"
     numerics: Numerics = "default"
     device: DeviceName = "auto"
+    operators: OperatorSet = "auto"
+    weights: WeightFormat = "dtype"
     max_model_len: int | None = None
     block_size: int = 64
     kv_cache_memory_bytes: int | None = None

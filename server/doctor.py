@@ -57,10 +57,16 @@ _ASK_TORCH = """
 import json, sys, torch
 sys.path.append(sys.argv[1])
 from engine.attention.registry import choose
+from engine.cpu_ops.library import load_library
+from engine.errors import ConfigError
 cuda = torch.cuda.is_available()
 devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []
+try:
+    operators, problem = choose(torch.device("cuda"), "default").name if cuda else load_library().operators, None
+except ConfigError as error:
+    operators, problem = "torch", str(error)
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "devices": devices,
-                  "operators": choose(torch.device("cuda" if cuda else "cpu"), "default").name,
+                  "operators": operators, "problem": problem,
                   "threads": torch.get_num_threads(), "isa": torch.backends.cpu.get_cpu_capability()}))
 """
 
@@ -91,7 +97,12 @@ def _torch() -> Iterator[Check]:
         yield Check("device", "note", "cpu: this build of torch can use a GPU and finds none")
     else:
         yield Check("device", "good", "cpu")
-    yield Check("operators", "good", told["operators"])
+    if told["problem"] is None:
+        yield Check("operators", "good", told["operators"])
+    else:
+        yield Check(
+            "operators", "note", f"{told['operators']}: {told['problem']}", "The CPU's own are several times faster."
+        )
     yield Check("threads", "good", f"{told['threads']} of torch, {os.cpu_count()} cores")
 
 

@@ -36,6 +36,18 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(name="device", field="engine.device", section=MODEL, help="Where the model runs."),
     Setting(
+        name="operators",
+        field="engine.operators",
+        section=MODEL,
+        help="On a CPU: cpp is compiled at the first start, torch needs no compiler and is slower.",
+    ),
+    Setting(
+        name="weights",
+        field="engine.weights",
+        section=MODEL,
+        help="int8: 8 bits a weight and activations in groups of 32, for a CPU with the operators cpp.",
+    ),
+    Setting(
         name="threads",
         field="engine.threads",
         section=MODEL,

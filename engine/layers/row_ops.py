@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -74,15 +75,24 @@ def check_row_independence(ops: RowOps, weights: Iterable[Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
     for weight in {tuple(weight.shape): weight for weight in weights}.values():
         rows = torch.randn(TILE_ROWS, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
-        together = ops.linear(rows, weight, None)
-        moved = ops.linear(rows.roll(5, dims=0), weight, None).roll(-5, dims=0)
-        alone = ops.linear(rows[:1], weight, None)
-        if not (torch.equal(together, moved) and torch.equal(together[:1], alone)):
-            raise ConfigError(
-                f"numerics 'invariant' does not hold on this machine: products with a {tuple(weight.shape)} "
-                f"{weight.dtype} matrix depend on the batch",
-                hint="Use --numerics default, or another --dtype or --threads.",
-            )
+        product = partial(_product, ops.linear, weight)
+        check_product(product, rows, f"a {tuple(weight.shape)} {weight.dtype}")
+
+
+def check_product(product: Callable[[Tensor], Tensor], rows: Tensor, matrix: str) -> None:
+    """Compute the rows together, in other places and alone; raise ConfigError unless they are the same."""
+    together = product(rows)
+    moved = product(rows.roll(5, dims=0)).roll(-5, dims=0)
+    alone = product(rows[:1])
+    if not (torch.equal(together, moved) and torch.equal(together[:1], alone)):
+        raise ConfigError(
+            f"numerics 'invariant' does not hold on this machine: products with {matrix} matrix depend on the batch",
+            hint="Use --numerics default, or another --dtype or --threads.",
+        )
+
+
+def _product(linear: Callable[[Tensor, Tensor, Tensor | None], Tensor], weight: Tensor, x: Tensor) -> Tensor:
+    return linear(x, weight, None)
 
 
 def _as_it_is(weight: Tensor) -> Tensor:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import AttentionBackend, FusedAttention
 from engine.attention.registry import choose
 from engine.config import EngineConfig
+from engine.cpu_ops.library import Library, library_or_none, load_library
+from engine.cpu_ops.packing import ELEMENT_TYPES
 from engine.errors import ConfigError, ModelError, RequestError
-from engine.layers.row_ops import check_row_independence, row_ops
+from engine.layers.row_ops import RowOps, check_row_independence, row_ops
 from engine.loader.checkpoint import Checkpoint, TextFiles
 from engine.loader.gguf_checkpoint import GGUFCheckpoint
 from engine.loader.precheck import check_gguf_magic, check_window
@@ -28,6 +30,7 @@ from engine.loader.template_file import template_source
 from engine.loader.text_only import text_assets
 from engine.models.base import Model
 from engine.models.llama import Llama
+from engine.models.llama_jobs import LlamaInJobs
 from engine.models.registry import MODELS
 from engine.protocol import KVGroupSpec, TextAssets
 from engine.text.chat import ChatTemplate
@@ -56,7 +59,10 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run. `assets` are the text files by hex SHA-256; `weights_digest` is over the stored bytes."""
+    """A model ready to run. `assets` are the text files by hex SHA-256; `weights_digest` is over the stored bytes.
+
+    With `ignores_unwritten_kv` a slot of the cache that no token has written never touches a result.
+    """
 
     module: Model
     backend: AttentionBackend
@@ -69,6 +75,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     operators: str
+    ignores_unwritten_kv: bool
     generation_defaults: dict[str, float | int]
     text: TextAssets
     assets: dict[str, bytes]
@@ -85,6 +92,7 @@ def load_model(
     `check_room` raises before memory is taken."""
     device, dtype = choose_device(config.device), _DTYPES[config.dtype]
     backend, ops = choose(device, config.numerics), row_ops(config.numerics, device)
+    library = _cpp_operators(config, device, dtype)
     on_progress(0.0, "opening model files")
     checkpoint = open_checkpoint(config.model, on_progress, device)
     try:
@@ -107,12 +115,10 @@ def load_model(
         weights_digest = _fill(module, checkpoint, on_progress)
     finally:
         checkpoint.close()
-    module.pack()
-    if config.numerics == "invariant":
-        on_progress(1.0, "checking numerics")
-        check_row_independence(ops, [p for p in module.parameters() if p.dim() == 2])
+    on_progress(1.0, "packing weights")
+    ready = _pack(module, library, ops, config)
     return LoadedModel(
-        module=module,
+        module=ready,
         backend=backend,
         kv_groups=module.kv_groups(),
         eos_ids=eos_ids,
@@ -122,11 +128,45 @@ def load_model(
         architecture=checkpoint.architecture,
         dtype=dtype,
         device=device,
-        operators=backend.name,
+        operators=backend.name
+        if library is None
+        else library.operators + ("_int8" if config.weights == "int8" else ""),
+        ignores_unwritten_kv=library is not None or isinstance(backend, FusedAttention),
         generation_defaults=checkpoint.generation_defaults,
         text=text,
         assets=assets,
     )
+
+
+def _cpp_operators(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Library | None:
+    """Return the C++ operators, or None for those of torch or of the GPU. Raises ConfigError where they are a must."""
+    serve = device.type == "cpu" and dtype in ELEMENT_TYPES
+    wanted = config.operators
+    if config.weights == "int8" and wanted == "torch":
+        raise ConfigError("weights 'int8' need the operators 'cpp'", hint="Use --operators auto.")
+    if wanted == "cpp" or config.weights == "int8":
+        if not serve:
+            setting = "operators 'cpp'" if wanted == "cpp" else "weights 'int8'"
+            raise ConfigError(
+                f"{setting} are not available for device '{device.type}' with dtype '{str(dtype)[6:]}'",
+                hint="Use --device cpu with --dtype bfloat16 or float32, or the default.",
+            )
+        return load_library()
+    return library_or_none() if serve and wanted == "auto" else None
+
+
+def _pack(module: Llama, library: Library | None, ops: RowOps, config: EngineConfig) -> Model:
+    """Give the weights the layout that products read fastest. Raises ConfigError when a product of the invariant mode
+    is not."""
+    if library is None:
+        module.pack()
+        if config.numerics == "invariant":
+            check_row_independence(ops, [p for p in module.parameters() if p.dim() == 2])
+        return module
+    in_jobs = LlamaInJobs(module, library, torch.get_num_threads(), int8=config.weights == "int8")
+    if config.numerics == "invariant":
+        in_jobs.check_row_independence()
+    return in_jobs
 
 
 def choose_device(name: str) -> torch.device:

@@ -153,10 +153,10 @@ class Llama(nn.Module):
         self.embedding = nn.Parameter(embedding, requires_grad=False)
         self._groups = _kv_groups(config)
         group_of = {layer: index for index, group in enumerate(self._groups) for layer in group.layers}
-        self._group_of_layer = tuple(group_of[layer] for layer in range(config.layers))
+        self.group_of_layer = tuple(group_of[layer] for layer in range(config.layers))
         self.layers = nn.ModuleList(
             LlamaLayer(config, ops, backend, self.rotary, dtype, device, self._groups[group].window_tokens)
-            for group in self._group_of_layer
+            for group in self.group_of_layer
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_eps, ops=ops, dtype=dtype, device=device)
         self.head = self.embedding
@@ -170,7 +170,7 @@ class Llama(nn.Module):
         angles = self.rotary.at(batches[0].positions) if self._needs_angles else None
         residual = F.embedding(token_ids, self.embedding)
         x: Tensor | None = None
-        for layer, group, cache in zip(self.layers, self._group_of_layer, caches, strict=True):
+        for layer, group, cache in zip(self.layers, self.group_of_layer, caches, strict=True):
             x = layer(x, residual, angles, batches[group], cache)
         assert x is not None, "a model has layers"
         return self.norm.of_sum(x, residual)

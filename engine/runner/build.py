@@ -48,7 +48,7 @@ def build_engine(
             config.block_size,
             loaded.dtype,
             loaded.device,
-            keeps_finite=not is_fused,
+            keeps_finite=not loaded.ignores_unwritten_kv,
         )
     except RuntimeError as error:  # torch's word for what cannot be allocated
         raise ConfigError(

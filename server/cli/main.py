@@ -14,6 +14,7 @@ import click
 
 from engine.errors import ConfigError, HeadraceError, ModelError
 from server.cli.bench import bench
+from server.cli.build_ops import build_ops
 from server.cli.chat import chat
 from server.cli.common import Session, debug_option
 from server.cli.completion import completion
@@ -57,6 +58,7 @@ headrace.add_command(completion)
 headrace.add_command(worker)
 headrace.add_command(gateway)
 headrace.add_command(doctor)
+headrace.add_command(build_ops)
 headrace.add_command(bench)
 headrace.add_command(simulate_command)
 headrace.add_command(kv)

@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks.plan_driver import DrivenSequence, PlanDriver
 from engine.layers.row_ops import check_row_independence, row_ops
 from engine.loader.load import LoadedModel
+from tests.support.cpp import library_or_skip
 from tests.support.loading import load, smollm2
 from tests.support.tiny_models import write_tiny_llama
 
@@ -119,9 +120,12 @@ def check_all(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", TINY)
-def test_tiny_llamas_are_bitwise_invariant(tmp_path: Path, variant: str, dtype: str) -> None:
+@pytest.mark.parametrize("operators", ["cpp", "torch"])
+def test_tiny_llamas_are_bitwise_invariant(tmp_path: Path, variant: str, dtype: str, operators: str) -> None:
+    if operators == "cpp":
+        library_or_skip()
     directory = write_tiny_llama(tmp_path, **TINY[variant])  # type: ignore[arg-type]
-    loaded = load(directory, dtype, "invariant")
+    loaded = load(directory, dtype, "invariant", operators=operators)
     check_all(loaded, prompt_tokens=48, steps=12, block_size=16, rounds=3, chunks=CHUNKS)
 
 
@@ -131,7 +135,7 @@ def test_smollm2_is_bitwise_invariant(dtype: str) -> None:
 
 
 def test_two_threads_change_nothing_within_a_process(tmp_path: Path) -> None:
-    loaded = load(write_tiny_llama(tmp_path), "float32", "invariant")
+    loaded = load(write_tiny_llama(tmp_path), "float32", "invariant", operators="torch")
     torch.set_num_threads(2)
     try:
         check_all(loaded, prompt_tokens=32, steps=4, block_size=16, rounds=1, chunks=(5,))

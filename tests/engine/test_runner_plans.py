@@ -193,7 +193,13 @@ def test_drafts_are_refused_for_their_row_only(new_driver: Callable[..., PlanDri
 
 def test_the_engine_describes_what_was_built(directory: Path) -> None:
     config = EngineConfig(
-        model=str(directory), device="cpu", block_size=32, kv_cache_memory_bytes=1 << 20, threads=1, max_running=4
+        model=str(directory),
+        device="cpu",
+        operators="torch",
+        block_size=32,
+        kv_cache_memory_bytes=1 << 20,
+        threads=1,
+        max_running=4,
     )
     info, runner, num_blocks, assets = build_engine(config, lambda fraction, phase: None)
     block_bytes = 2 * 2 * 2 * 16 * 32 * 2  # k and v, layers, kv heads, head_dim, tokens, bfloat16

@@ -105,6 +105,8 @@ SAMPLES = {
     "dtype": ("float32", "float32"),
     "numerics": ("invariant", "invariant"),
     "device": ("cpu", "cpu"),
+    "operators": ("torch", "torch"),
+    "weights": ("int8", "int8"),
     "threads": ("3", 3),
     "chat-template": ("t.jinja", "t.jinja"),
     "kv-cache-memory": ("2GiB", 2 * 1024**3),

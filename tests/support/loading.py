@@ -10,12 +10,19 @@ from engine.loader.load import LoadedModel, load_model
 from engine.loader.packaged import ensure
 
 
-def load(model: Path, dtype: str = "float32", numerics: str = "default", max_model_len: int = 512) -> LoadedModel:
+def load(
+    model: Path,
+    dtype: str = "float32",
+    numerics: str = "default",
+    max_model_len: int = 512,
+    operators: str = "auto",
+) -> LoadedModel:
     config = EngineConfig(
         model=str(model),
         dtype=dtype,  # type: ignore[arg-type]
         numerics=numerics,  # type: ignore[arg-type]
         device="cpu",
+        operators=operators,  # type: ignore[arg-type]
         max_model_len=max_model_len,
     )
     return load_model(config, lambda fraction, phase: None)
