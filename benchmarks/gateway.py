@@ -266,7 +266,14 @@ def _ask(server: HttpServer, load: Load) -> Asked:
 
 
 def _load(options: argparse.Namespace, seconds: float, seed: int) -> Load:
-    return Load(rate=options.rate, seconds=seconds, prompt_bytes=options.prompt_bytes, tokens=options.tokens, seed=seed)
+    return Load(
+        rate=options.rate,
+        seconds=seconds,
+        prompt_bytes=options.prompt_bytes,
+        tokens=options.tokens,
+        seed=seed,
+        ids=options.ids,
+    )
 
 
 def _streams(options: argparse.Namespace) -> dict[str, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,10 +29,15 @@ class Notes:
         self._by_list: dict[int, float] = {}
 
     def watch(self) -> None:
-        in_thread, generate = TextService.in_thread, Supervisor.generate
+        in_thread, prompts_ids, generate = TextService.in_thread, TextService.prompts_ids, Supervisor.generate
 
         async def noted_in_thread(text: TextService, work: Callable[[], T]) -> T:
             return await in_thread(text, lambda: self._noted(work()))
+
+        async def noted_prompts_ids(
+            text: TextService, prompts: Sequence[str | list[int]], *, add_special_tokens: bool, keep: int | None = None
+        ) -> list[list[int]]:
+            return self._noted(await prompts_ids(text, prompts, add_special_tokens=add_special_tokens, keep=keep))
 
         def noted_generate(supervisor: Supervisor, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
             if (at_s := self._by_list.pop(id(request.prompt_ids), None)) is not None:
@@ -40,6 +45,7 @@ class Notes:
             return generate(supervisor, request)
 
         TextService.in_thread = noted_in_thread  # type: ignore[assignment, method-assign]
+        TextService.prompts_ids = noted_prompts_ids  # type: ignore[assignment, method-assign]
         Supervisor.generate = noted_generate  # type: ignore[assignment, method-assign]
 
     def _noted(self, result: T) -> T:

@@ -106,7 +106,8 @@ def _check_token_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:
         words = array("q", ids)
     except (TypeError, OverflowError) as error:
         raise RequestError(f"{param} has a token id that is not a 64-bit integer", param=param) from error
-    if words:
+    # As unsigned numbers those below 0 are the largest: one look tells that all are right.
+    if words and np.frombuffer(words, np.uint64).max() >= vocab_size:
         values = np.frombuffer(words, np.int64)
         for worst in (int(values.min()), int(values.max())):
             if not 0 <= worst < vocab_size:

@@ -91,10 +91,14 @@ class BlockTable:
 
     def insert_one(self, one: int, age: int) -> int:
         """Return the slot of a fingerprint, which is added if it was not there."""
-        starts = [row * WAYS for row in self._choose(one)]
+        first, second = self._choose(one)
+        starts = (first * WAYS, second * WAYS)
         rows = [self._print_view[start : start + WAYS].tolist() for start in starts]
-        slot = next((start + int(row.index(one)) for start, row in zip(starts, rows, strict=True) if one in row), -1)
-        if slot < 0:
+        if one in rows[0]:
+            slot = starts[0] + int(rows[0].index(one))
+        elif one in rows[1]:
+            slot = starts[1] + int(rows[1].index(one))
+        else:
             slot = self._best_slot(starts, rows)
             if self._print_view[slot]:
                 self._empty(np.array([slot]))
@@ -109,11 +113,14 @@ class BlockTable:
 
     def release_one(self, slot: int) -> None:
         """Free a slot in use if no bit is set about its fingerprint."""
-        if not any(view[slot] for views in self._views for view in views):
-            self._print_view[slot] = 0
-            self.count -= 1
+        for views in self._views:
+            for view in views:
+                if view[slot]:
+                    return
+        self._print_view[slot] = 0
+        self.count -= 1
 
-    def _best_slot(self, starts: list[int], rows: list[list[int]]) -> int:
+    def _best_slot(self, starts: tuple[int, int], rows: list[list[int]]) -> int:
         """Return a free slot of the emptier of two rows, or the oldest one of both."""
         emptier = int(rows[1].count(0) > rows[0].count(0))
         if 0 in rows[emptier]:

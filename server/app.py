@@ -32,6 +32,7 @@ from server.openai.models import model_routes
 from server.openai.schema import describe_bodies
 from server.openai.tokenize import TEXT_ROUTES
 from server.service import Models, Service
+from server.short_cut import ShortCut
 from server.version import VERSION
 
 SCRAPE_TIMEOUT_S = 2.0
@@ -65,14 +66,25 @@ def build_app(
         if access_log is not None:
             await asyncio.to_thread(access_log.close)
 
-    # The framework's pages about /openapi.json load their scripts from a foreign host.
+    # The framework's pages about /openapi.json load their scripts from a foreign host. Its telemetry asks its library
+    # three times for each request whether somebody has set it up, which nobody has.
     app = FastAPI(
-        title="Headrace", version=VERSION, lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None
+        title="Headrace",
+        version=VERSION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service = service
-    for path, prepare in (("/v1/chat/completions", prepare_chat), ("/v1/completions", prepare_completion)):
+    endpoints = {
+        "/v1/chat/completions": GenerateEndpoint(service, prepare_chat),
+        "/v1/completions": GenerateEndpoint(service, prepare_completion),
+    }
+    for path, endpoint in endpoints.items():
         # An ASGI application of its own: the framework would read the body and build a response before the answer.
-        app.router.routes.append(Route(path, GenerateEndpoint(service, prepare), methods=["POST"]))
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     for path, answer in TEXT_ROUTES.items():
         app.router.routes.append(Route(path, JsonEndpoint(service, answer), methods=["POST"]))
     for path, answer in ADMIN_ROUTES.items():
@@ -82,6 +94,7 @@ def build_app(
     app.include_router(_metrics_route(service))
     for error in (HeadraceError, HTTPException, Exception):
         app.add_exception_handler(error, _answer_error)
+    app.add_middleware(ShortCut, endpoints=endpoints)
     limit = config.share(config.max_concurrent_requests)
     app.add_middleware(
         Guard,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
+import secrets
 import time
-import uuid
 
-from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.access.log import AccessLog
@@ -53,7 +52,7 @@ class EdgeMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
-                MutableHeaders(scope=message).append("x-request-id", request_id)
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
@@ -72,7 +71,7 @@ def _request_id(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == b"x-request-id" and SANE_ID.match(value):
             return str(value, "ascii")
-    return f"req-{uuid.uuid4().hex}"
+    return f"req-{secrets.token_hex(16)}"
 
 
 def _route(path: str) -> str:

@@ -76,16 +76,16 @@ class Service:
 
         Raises UnknownModelError, or whatever it is that keeps the model from answering.
         """
-        self.check_open()
         served = self.models.served()
+        asked = [model for model in served if name in (None, model.name)]
+        if asked and (name is not None or len(served) == 1) and not self.traffic.draining:
+            asked[0].check_open()
+            return asked[0]
+        self.check_open()
         if name is None and len(served) > 1:
             raise RequestError(
                 "Several models are served here: say which.", param="model", code="missing_required_parameter"
             )
-        for model in served:
-            if name in (None, model.name):
-                model.check_open()
-                return model
         raise UnknownModelError(str(name), [model.name for model in served if model.name is not None])
 
     async def load(self) -> EngineLoad:

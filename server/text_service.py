@@ -74,7 +74,8 @@ class TextService:
         def encode_all() -> list[list[int]]:
             return [encode(prompt) if isinstance(prompt, str) else prompt[start:] for prompt in prompts]
 
-        return await self.in_thread(encode_all)
+        # Ids alone are sliced sooner than a thread is woken.
+        return await self.in_thread(encode_all) if any(isinstance(one, str) for one in prompts) else encode_all()
 
     async def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Tokenise words as they stand at the start of a text and behind a space."""

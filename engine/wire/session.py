@@ -25,6 +25,9 @@ HANDSHAKE_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
+# As plain integers: pyzmq's enumerations cost several times as much as the calls that take them.
+NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
+
 RECONNECT_INTERVAL_MS = 50
 RECONNECT_INTERVAL_MAX_MS = 250
 """Bounds how long a client does not notice an engine that has come back, or that says why it does not."""
@@ -88,7 +91,7 @@ class Session:
         self._loop.add_reader(self._monitor_fd, self._read_monitor)
 
     def send(self, frame: bytes) -> None:
-        self._socket.send(frame, zmq.NOBLOCK)
+        self._socket.send(frame, NOBLOCK)
         if not self._reading and self._has_frames():
             self._reading = True
             self._loop.call_soon(self._read)
@@ -113,7 +116,7 @@ class Session:
     def _drain(self) -> None:
         while self._open:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
+                frame = self._socket.recv(NOBLOCK)
             except zmq.Again:
                 self._on_caught_up()
                 if self._open and self._has_frames():
@@ -122,7 +125,7 @@ class Session:
             self._on_frame(frame)
 
     def _has_frames(self) -> bool:
-        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(int(self._socket.get(EVENTS)) & POLLIN)
 
     def _read_monitor(self) -> None:
         if not self._open:

@@ -25,7 +25,7 @@ from server.errors import AuthenticationError, ForbiddenError, reply_to
 
 PROBES = frozenset({"/health", "/ready", "/version", "/gateway"})
 METRICS = frozenset({"/metrics", "/load"})
-ADMIN_PREFIXES = ("/admin", "/router")
+ADMIN_PATHS, ADMIN_PREFIXES = ("/admin", "/router"), ("/admin/", "/router/")
 FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
 
 
@@ -91,7 +91,7 @@ class Guard:
     def _check(self, scope: Scope, record: RequestRecord) -> None:
         path: str = scope["path"]
         if scope["method"] != "OPTIONS" and path not in self._open:
-            if any(path == prefix or path.startswith(prefix + "/") for prefix in ADMIN_PREFIXES):
+            if path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES):
                 self._check_admin(scope)
             else:
                 entry = self._entry(scope) if self._keys.required else None

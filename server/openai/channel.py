@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.types import Send
 
@@ -65,7 +65,8 @@ class Channel:
     async def end(self, data: bytes) -> None:
         """Send the last part of a stream."""
         self._ended = True
-        await self._open()
+        if not self._streaming:
+            await self._open()
         await self._send({"type": "http.response.body", "body": data})
 
     async def fail(self, error: BaseException) -> None:
@@ -81,13 +82,15 @@ class Channel:
         else:
             await self.send_json(reply.status, reply.body, reply.headers)
 
-    async def keep_alive(self, interval_s: float) -> None:
+    def keep_alive(self, interval_s: float) -> KeepAlive:
         """Send a comment whenever the stream was silent for an interval, until cancelled."""
-        while True:
-            seen = self._writes
-            await asyncio.sleep(interval_s)
-            if self._writes == seen and not self._ended:
-                await self.write(KEEP_ALIVE)
+        return KeepAlive(self._comment_on_silence, interval_s)
+
+    async def _comment_on_silence(self, seen_writes: int) -> int:
+        """Return how many writes there were, for the next call."""
+        if self._writes == seen_writes and not self._ended:
+            await self.write(KEEP_ALIVE)
+        return self._writes
 
     async def _open(self) -> None:
         async with self._opening:  # the keep-alive and the first piece may both want to
@@ -95,6 +98,31 @@ class Channel:
                 headers = STREAM_HEADERS + self._added_headers()
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
                 self._streaming = True
+
+
+class KeepAlive:
+    """Calls `look` with what it returned last, every `interval_s`. Most streams end within the first interval, so that
+    is a timer alone: a task for each would cost more than the timer and all else in here."""
+
+    def __init__(self, look: Callable[[int], Awaitable[int]], interval_s: float) -> None:
+        self._look = look
+        self._interval_s = interval_s
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(interval_s, self._begin)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._go_on())
+
+    async def _go_on(self) -> None:
+        seen = await self._look(0)
+        while True:
+            await asyncio.sleep(self._interval_s)
+            seen = await self._look(seen)
 
 
 def _clean(value: str) -> bytes:

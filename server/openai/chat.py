@@ -53,7 +53,7 @@ async def prepare_chat(service: Service, body: bytes, caller: Caller) -> Prepare
         constraint=await checked_constraint(text, request),
         names=_client_names(request),
     )
-    runs = choice_runs(service, model, request, wanted, [prompt_ids], envelope.id, caller)
+    runs = choice_runs(service, model.engine, text, request, wanted, [prompt_ids], envelope.id, caller)
     return Prepared(
         runs=runs,
         envelope=envelope,

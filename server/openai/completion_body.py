@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Annotated
 
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -37,11 +38,19 @@ def _prompts(value: object) -> list[Prompt]:
 
 def _token_ids(value: object) -> list[int]:
     if isinstance(value, list) and value:
-        if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**32:
+        if set(map(type, value)) == {int} and _has_32_bits(value):
             return value  # the usual case, at C speed: there may be millions
         if all(_is_whole(token) for token in value):
             return [int(token) for token in value]
     raise PydanticCustomError("prompt_type", "lists of token ids hold non-negative integers only and are not empty")
+
+
+def _has_32_bits(values: list[int]) -> bool:
+    try:
+        array("I", values)
+    except OverflowError:
+        return False
+    return True
 
 
 def _is_whole(value: object) -> bool:

@@ -54,7 +54,7 @@ async def prepare_completion(service: Service, body: bytes, caller: Caller) -> P
         bad_words=await text.bad_word_ids(request.bad_words),
         constraint=await checked_constraint(text, request),
     )
-    runs = choice_runs(service, model, request, wanted, prompts, envelope.id, caller)
+    runs = choice_runs(service, model.engine, text, request, wanted, prompts, envelope.id, caller)
     return Prepared(
         runs=runs,
         envelope=envelope,

@@ -128,18 +128,23 @@ class GenerateEndpoint:
 
     async def _stream(self, prepared: Prepared, channel: Channel, clock: RequestClock) -> None:
         text = prepared.format
-        keep_alive = asyncio.create_task(channel.keep_alive(self.service.config.sse_keep_alive_s))
+        keep_alive = channel.keep_alive(self.service.config.sse_keep_alive_s)
         try:
+            last, unfinished = b"", len(prepared.runs)
             async with aclosing(merged(prepared.runs, clock)) as pieces:
                 opening = b"".join(text.opening(run.index) for run in prepared.runs)
                 async for piece in pieces:
                     chunk = text.piece(piece)
                     if prepared.continuous_usage:
                         chunk = text.with_usage(chunk, usage_of(prepared.runs))
+                    unfinished -= piece.finish_reason is not None
+                    if not unfinished:
+                        last = opening + chunk  # nothing comes behind it but the end: one write less
+                        continue
                     await channel.write(opening + chunk if opening else chunk)
                     opening = b""
             usage = text.usage(usage_of(prepared.runs)) if prepared.include_usage else b""
-            await channel.end(usage + DONE)
+            await channel.end(last + usage + DONE)
         finally:
             keep_alive.cancel()
 

@@ -4,7 +4,6 @@ its answer comes back as it is, under our request id, with our errors, and count
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from time import perf_counter
@@ -143,7 +142,7 @@ async def _pass_on(
     keep_alive_s: float,
 ) -> None:
     # From here on: it may be long before a busy server begins.
-    keep_alive = asyncio.create_task(channel.keep_alive(keep_alive_s)) if asked.stream else None
+    keep_alive = channel.keep_alive(keep_alive_s) if asked.stream else None
     try:
         async with relays.ask(request) as answer:
             if isinstance(answer, StreamedAnswer):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.errors import RequestError
-from engine.protocol import EngineInfo, GenerateRequest, SamplingParams
+from engine.protocol import Engine, EngineInfo, GenerateRequest, SamplingParams
 from engine.text.machine import TextMachine
 from engine.text.stops import StopStrings
 from engine.validation import check_grammar, validate
@@ -20,7 +20,6 @@ from server.openai.constraints import Constraint, constraint_of
 from server.openai.echo import Echo
 from server.openai.fields import INT64, GenerationBody
 from server.openai.generation import ChoiceRun
-from server.served_model import ServedModel
 from server.service import Service
 from server.text_service import TextService
 
@@ -51,7 +50,8 @@ class Wanted:
 
 def choice_runs(
     service: Service,
-    model: ServedModel,
+    engine: Engine,
+    text: TextService,
     body: GenerationBody,
     wanted: Wanted,
     prompts: Sequence[list[int]],
@@ -63,7 +63,6 @@ def choice_runs(
     Choices of a prompt share a group and differ in their seed: choice j has seed + j. Without a seed of the client's
     each prompt draws its own, so that equal prompts of one request do not answer alike.
     """
-    text = model.require_text()
     _check_allowed_values(body, len(prompts))
     if wanted.prompt_logprobs is not None:
         check_prompt_values(sum(map(len, prompts)) * body.n, wanted.prompt_logprobs)
@@ -104,7 +103,7 @@ def choice_runs(
                 with_offsets=wanted.with_offsets,
             )
             echo = wanted.echoes[prompt_index] if wanted.echoes else None
-            run = ChoiceRun(len(runs), model.engine, request, machine, echo=echo, wants_ids=body.return_token_ids)
+            run = ChoiceRun(len(runs), engine, request, machine, echo=echo, wants_ids=body.return_token_ids)
             runs.append(run)
     return runs
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
-import uuid
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
 
@@ -63,9 +64,13 @@ class Envelope:
 
 def new_envelope(prefix: str, info: EngineInfo) -> Envelope:
     """Draw an id that no other answer has. The fingerprint names everything that decides on tokens."""
-    identity = f"{info.weights_digest}/{info.numerics_fingerprint}/{VERSION}"
-    fingerprint = "fp_" + hashlib.sha256(identity.encode()).hexdigest()[:10]
-    return Envelope(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), info.model, fingerprint)
+    fingerprint = _fingerprint(f"{info.weights_digest}/{info.numerics_fingerprint}/{VERSION}")
+    return Envelope(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), info.model, fingerprint)
+
+
+@lru_cache(maxsize=64)
+def _fingerprint(identity: str) -> str:
+    return "fp_" + hashlib.sha256(identity.encode()).hexdigest()[:10]
 
 
 class Frame:
