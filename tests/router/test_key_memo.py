@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-import kvstore.keys
 from engine.protocol import GenerateRequest
-from kvstore.keys import KeyChain, block_key
+from kvstore.keys import KeyChain
 from router.key_memo import KeyMemo
+from tests.support.hashed_keys import note_hashed_keys
 
 SIZE = 16
 
@@ -26,14 +26,7 @@ def chain(request: GenerateRequest, size: int = SIZE) -> list[bytes]:
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The keys that were really computed."""
-    computed: list[bytes] = []
-
-    def counted(parent: bytes, token_ids: Sequence[int]) -> bytes:
-        computed.append(block_key(parent, token_ids))
-        return computed[-1]
-
-    monkeypatch.setattr(kvstore.keys, "block_key", counted)
-    return computed
+    return note_hashed_keys(monkeypatch)
 
 
 def test_choices_of_one_prompt_are_hashed_once(hashed: list[bytes]) -> None:

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-import kvstore.keys
 from engine.errors import DeadlineError, EngineDiedError, LoadingError, PressureError
 from engine.protocol import EngineLoad, GenerateRequest, SamplingParams, TokenOutput
-from kvstore.keys import block_key
 from router.admission import AdmissionLimits
 from router.attempts import Limits
 from router.dispatcher import Dispatcher
@@ -22,6 +20,7 @@ from router.policies.registry import make_policy
 from router.routed_pool import RoutedPool
 from router.supervisor import Supervisor
 from tests.support.cue_engine import CueEngine, die, die_for_good, refuse
+from tests.support.hashed_keys import note_hashed_keys
 from tests.support.static_pool import StaticTarget
 from tests.support.until import until
 
@@ -149,13 +148,7 @@ async def test_only_a_state_that_is_new_wakes_those_that_wait() -> None:
 
 
 async def test_choices_of_one_prompt_are_routed_by_keys_that_were_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed = []
-
-    def counted(parent: bytes, token_ids: Any) -> bytes:  # noqa: ANN401
-        hashed.append(block_key(parent, token_ids))
-        return hashed[-1]
-
-    monkeypatch.setattr(kvstore.keys, "block_key", counted)
+    hashed = note_hashed_keys(monkeypatch)
     fleet = Fleet(*(CueEngine() for _ in range(3)))
     for choice in range(5):
         await fleet.collect(ask(f"r-{choice}", prompt=40, group_id="r"))
