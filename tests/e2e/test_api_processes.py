@@ -64,6 +64,13 @@ async def test_every_process_tells_why_and_what(tiny_model: Path, tmp_path: Path
         await server.wait_ready()
         async with client_of_each(server) as clients:
             for asked in clients:
+
+                async def has_all(client: httpx.AsyncClient = asked) -> bool:
+                    listed = (await client.get("/router/workers")).json()
+                    usable = [one["connection"] == "ready" and one["status"] is not None for one in listed]
+                    return usable == [True] * replicas
+
+                await until(has_all, "every engine is ready", limit_s=120)
                 answer = await asked.post(
                     "/v1/completions", json={"model": str(tiny_model), **BODY}, headers={"x-headrace-debug": "1"}
                 )

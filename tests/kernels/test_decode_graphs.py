@@ -36,7 +36,7 @@ SAMPLINGS = (
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load(write_tiny_llama(tmp_path_factory.mktemp("tiny")))
+    return load(write_tiny_llama(tmp_path_factory.mktemp("tiny")), operators="torch")
 
 
 def device_runner(
@@ -111,7 +111,7 @@ def note_replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 def test_tokens_are_those_of_the_cpus_operators(
     device: torch.device, decoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference = load(write_decoder(tmp_path, decoder))
+    reference = load(write_decoder(tmp_path, decoder), operators="torch")
     expected = continuations(PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8), 4)
     driver = PlanDriver(reference, num_blocks=40, block_size=16, max_slots=8)
     driver.runner = device_runner(driver, reference, device)
