@@ -122,12 +122,15 @@ def logprob(value: float | None) -> float:
 
 def answer_of(data: bytes, kind: type[Event]) -> Event | None:
     """Return what an event says, None for the one that ends the stream. Raises the error that it tells."""
-    if data == DONE:
-        return None
+    return None if data == DONE else read_answer(data, kind, "an event that cannot be read")
+
+
+def read_answer(data: bytes, kind: type[Event], otherwise: str) -> Event:
+    """Return what the engine says. Raises the error that it tells, and EngineDiedError where it is `otherwise`."""
     try:
         answer = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise EngineDiedError(f"The engine sent an event that cannot be read: {str(error)[:200]}") from None
+        raise EngineDiedError(f"The engine sent {otherwise}: {str(error)[:200]}") from None
     if answer.error is not None:
         raise error_of_body(data)
     return answer

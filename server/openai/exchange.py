@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.errors import DeadlineError, PressureError
 from server.access.record import Caller, RequestRecord, record_of
-from server.debug_header import DEBUG_HEADER, described
+from server.debug_header import note_decisions
 from server.errors import ClientGoneError, UnknownParamsError
 from server.openai.channel import Channel
 from server.openai.generation import (
@@ -102,9 +102,7 @@ class GenerateEndpoint:
             envelope = prepared.envelope
             record.answer_id, record.model, record.stream = envelope.id, envelope.model, prepared.stream
             note_ignored(self.service, prepared.ignored, channel)
-            if record.debug:
-                decisions = self.service.follow(prepared.runs[0].request.request_id)
-                channel.add_late_header(DEBUG_HEADER, lambda: described(decisions()))
+            note_decisions(self.service, prepared.runs[0].request.request_id, channel)
             if record.quota is not None:
                 record.quota.hold(*most_tokens(prepared.runs))
             has_run = True

@@ -16,9 +16,9 @@ from server.access.priority import chosen_priority
 from server.access.record import Caller, RequestRecord
 from server.access.session import session_of_body
 from server.bench.serve_stream import EventLines
-from server.debug_header import DEBUG_HEADER, described
+from server.debug_header import note_decisions
 from server.foreign.dialect import DONE as DONE_DATA
-from server.foreign.errors import error_of_body
+from server.foreign.dialect import read_answer
 from server.foreign.relay_supervisor import RelayRequest, RelaySupervisor, StreamedAnswer
 from server.openai.channel import Channel
 from server.openai.generation import RequestClock
@@ -117,9 +117,7 @@ async def relay(
     request = _request(service, asked, path, caller, record)
     record.model, record.stream = model.name, asked.stream
     channel.add_header(*RELAY_HEADER)
-    if record.debug:
-        decisions = service.follow(request.request_id)
-        channel.add_late_header(DEBUG_HEADER, lambda: described(decisions()))
+    note_decisions(service, request.request_id, channel)
     if record.quota is not None:
         record.quota.hold(request.prompt_tokens, asked.max_output_tokens)
     account, has_run = Account(record, request.prompt_tokens), True
@@ -217,10 +215,4 @@ def _events(lines: EventLines, data: bytes) -> list[bytes]:
 
 def _chunk_of(data: bytes) -> Chunk:
     """Raises the error that it tells, and EngineDiedError for what is no answer."""
-    try:
-        chunk = msgspec.json.decode(data, type=Chunk)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise EngineDiedError(f"The engine sent something that is no answer: {str(error)[:200]}") from None
-    if chunk.error is not None:
-        raise error_of_body(data)
-    return chunk
+    return read_answer(data, Chunk, "something that is no answer")
