@@ -16,12 +16,11 @@ import multiprocessing
 import socket
 import statistics
 import tempfile
-import time
-import urllib.request
 
 import psutil
 import uvicorn
 
+from benchmarks.readiness import wait_ready
 from server.config import ServeConfig
 from tests.support.processes import api_processes, text_core
 
@@ -37,7 +36,7 @@ def main() -> None:
             text_core(address, step_s=options.step_ms / 1000),
             api_processes(address, config=ServeConfig(log_level="warning")) as (api,),
         ):
-            _wait_ready(api.url)
+            wait_ready(api.url, "the API process")
             ours = _measure(context, api.url, psutil.Process(api.process.pid), options)
     floor = _measure_floor(context, options)
     print(f"{options.streams} streams, {options.tokens} tokens each, a step every {options.step_ms:g} ms")
@@ -52,16 +51,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, default=10)
     parser.add_argument("--runs", type=int, default=5)
     return parser.parse_args()
-
-
-def _wait_ready(url: str) -> None:
-    for _ in range(3000):
-        try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.01)
-    raise SystemExit("the API process did not become ready")
 
 
 def _measure(

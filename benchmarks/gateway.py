@@ -27,8 +27,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,6 +39,7 @@ import uvicorn
 from benchmarks.gateway_client import Answer, Load, run
 from benchmarks.gateway_engine import Note
 from benchmarks.gateway_relay import RelayTask, Spent, records_at
+from benchmarks.readiness import wait_ready
 from server.api_spec import ApiSpec
 from server.bench.serve_records import percentile
 from server.config import ServeConfig
@@ -164,21 +163,11 @@ def _gateway(addresses: tuple[str, ...], notes_file: Path) -> Iterator[HttpServe
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(spec) + b"\n")
             process.stdin.close()
-            _wait_ready(url)
+            wait_ready(url, "the gateway")
             yield HttpServer(url, psutil.Process(process.pid))
         finally:
             process.terminate()
             process.wait()
-
-
-def _wait_ready(url: str) -> None:
-    for _ in range(3000):
-        try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.01)
-    raise SystemExit("the gateway did not become ready")
 
 
 @contextmanager
