@@ -1,8 +1,8 @@
 """Kernels that start while the one before them ends (programmatic dependent launch, compute capability 9.0 up).
 
 A chained kernel is let onto the device as soon as every program of its predecessor has begun, and waits in `wait` until
-that one is done and its results can be seen: launch, index arithmetic and reads of weights overlap with its tail. Each
-chained kernel waits before it reads or writes what other kernels touch, so the order of results is the stream's.
+that one is done and its results can be seen: its launch and what it does before the wait overlap with the other's tail.
+Each chained kernel waits before it reads or writes what other kernels touch, so the order of results is the stream's.
 """
 
 from __future__ import annotations
