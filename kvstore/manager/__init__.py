@@ -1,0 +1,1 @@
+"""Tiers behind one client for each engine: what is looked up, loaded, saved, kept and dropped, and when."""
