@@ -167,7 +167,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request from one step (or from several, when the receiver was slow).
 
     `offset` is the output index of `token_ids[0]`. `logprobs` has one entry per token when they were asked for.
-    `cached` and `prompt_logprobs` come with the first output only; the first prompt token has no logprobs (None).
+    `cached` and `prompt_logprobs` come with the first output only (`cached` with the last where an engine of another
+    make tells it then); the first prompt token has no logprobs (None).
     `stop_token` is the end or stop token that ended the request: it is the last of `token_ids`, counts as an output
     token, and the text layer does not show it. `error` explains finish_reason "error" and "abort".
     """

@@ -69,6 +69,7 @@ class Run:
         self.full: set[str] = set()
         self.faulty: set[str] = set()
         self.has_started = False
+        self._started_by = 0
         self._limits = limits
         self.next_offset = len(request.resume_ids)
         self._emitted: list[int] = []
@@ -116,7 +117,9 @@ class Run:
             if self._stalled_faults:
                 self._stalled_faults = 0
                 self.step_back()
-        if self.has_started and (output.cached is not None or output.prompt_logprobs is not None):
+        if not self.has_started:
+            self._started_by = output.attempt
+        elif output.attempt != self._started_by and (output.cached is not None or output.prompt_logprobs is not None):
             # A resumed attempt finds the client's own tokens in the cache: the first attempt's count is the truth.
             output = msgspec.structs.replace(output, cached=None, prompt_logprobs=None)
         if output.attempt != self.request.attempt:

@@ -11,7 +11,8 @@ from engine.protocol import TokenOutput
 def merge_outputs(outputs: Sequence[TokenOutput]) -> TokenOutput:
     """Return one output equal to `outputs`: contiguous, of one request and attempt, in order, not empty.
 
-    What comes once at the start is the first output's, what comes once at the end the last one's.
+    What comes once at the start is the first output's, what comes once at the end the last one's. What was cached comes
+    with either.
     """
     first, last = outputs[0], outputs[-1]
     if first is last:
@@ -25,7 +26,7 @@ def merge_outputs(outputs: Sequence[TokenOutput]) -> TokenOutput:
         finish_reason=last.finish_reason,
         stop_token=last.stop_token,
         logprobs=list(chain.from_iterable(output.logprobs or () for output in outputs)) if has_logprobs else None,
-        cached=first.cached,
+        cached=next((output.cached for output in outputs if output.cached is not None), None),
         prompt_logprobs=first.prompt_logprobs,
         timings=last.timings,
         error=last.error,

@@ -42,7 +42,10 @@ class SkippedTokensError(Exception):
 
 
 class EventReader(Protocol):
-    """Reads the events of one answer."""
+    """Reads the events of one answer. `tells_cached_last` is for engines that tell how much of the prompt was cached
+    in an event behind the last token."""
+
+    tells_cached_last: bool
 
     def read(self, data: bytes) -> Piece | None:
         """Return what an event's data adds, None for nothing. Raises the error that the event tells, EngineDiedError

@@ -113,6 +113,8 @@ class LlamaReader:
     Tokens that end within a character are not told either; how many were made by then tells that some are missing.
     """
 
+    tells_cached_last = False
+
     def __init__(self, alternatives: int | None) -> None:
         self._alternatives = alternatives
         self._told = 0

@@ -88,6 +88,8 @@ class OpenAIIds:
 class OpenAIReader:
     """`alternatives` is how many logprobs were asked for beside the chosen token's, None for none at all."""
 
+    tells_cached_last = True
+
     def __init__(self, alternatives: int | None) -> None:
         self._alternatives = alternatives
 

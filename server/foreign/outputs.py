@@ -58,8 +58,15 @@ async def outputs_of(
 async def _streamed(exchange: Exchange, stream: Stream) -> AsyncGenerator[TokenOutput, None]:
     """Yield up to the end, or up to the first token that is missing."""
     while not stream.has_gap:
-        if (data := await exchange.read()) is None:
-            raise EngineDiedError("The engine's answer broke off.")
+        try:
+            data = await exchange.read()
+        except EngineDiedError:
+            data = None
+        if data is None:
+            if (last := stream.at_end()) is None:
+                raise EngineDiedError("The engine's answer broke off.")
+            yield last
+            return
         for output in stream.outputs(data):
             yield output
         if stream.failure is not None:

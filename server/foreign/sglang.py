@@ -98,6 +98,8 @@ class SGLangReader:
     """Events tell all ids so far or only the new ones, depending on how the server was started; the count of completion
     tokens tells which of them are new in either case."""
 
+    tells_cached_last = False
+
     def __init__(self, alternatives: int | None) -> None:
         self._alternatives = alternatives
         self._seen = 0

@@ -32,6 +32,8 @@ class Stream:
         self._logprobs: list[TokenLogprobs] = []
         self._cached: int | None = None
         self._is_first = True
+        self._has_told_cached = False
+        self._last: TokenOutput | None = None
 
     def outputs(self, data: bytes) -> list[TokenOutput]:
         """Return what these bytes add, as one output at most."""
@@ -45,15 +47,34 @@ class Stream:
                 if self.has_gap:
                     break
                 piece = self._reader.read(event)
-                if piece is not None and finish is None:
+                if piece is None:
+                    continue
+                if finish is None and self._last is None:
                     self._take(piece)
                     finish = piece.finish_reason
+                elif piece.cached_tokens is not None:
+                    self._cached = piece.cached_tokens
         except SkippedTokensError:
             self.has_gap = True
         except HeadraceError as error:
             self.failure = error
-        output = self._output(finish)
-        return [] if output is None else [output]
+        output = self._output(finish) if self._last is None else None
+        if output is not None and output.finish_reason is None:
+            return [output]
+        self._last = self._last or output
+        if self._last is None or (self._reader.tells_cached_last and self._cached is None):
+            return []
+        return [self._whole_last(self._last)]
+
+    def at_end(self) -> TokenOutput | None:
+        """The answer is over. Return the terminal output if it still waits for what comes behind it."""
+        return self._last and self._whole_last(self._last)
+
+    def _whole_last(self, last: TokenOutput) -> TokenOutput:
+        """Return the terminal output with what the engine told of its cache after the first."""
+        if self._cached is None or self._has_told_cached:
+            return last
+        return msgspec.structs.replace(last, cached=CachedTokens(device=self._cached))
 
     @property
     def rest(self) -> GenerateRequest:
@@ -84,6 +105,7 @@ class Stream:
         logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
         cached = self._cached if self._is_first else None
         self._is_first = False
+        self._has_told_cached = self._has_told_cached or cached is not None
         output = TokenOutput(
             self.request.request_id,
             self.request.attempt,

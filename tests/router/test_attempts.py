@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from engine.protocol import GenerateRequest, SamplingParams, TokenLogprobs, TokenOutput
+from engine.protocol import CachedTokens, GenerateRequest, SamplingParams, TokenLogprobs, TokenOutput
 from router.attempts import Limits, Run
 
 
@@ -22,3 +22,16 @@ async def test_prompt_logprobs_are_asked_for_until_they_have_come() -> None:
     assert third.prompt_logprobs is None
     assert third.resume_ids == [7]
     assert third.sampling == second.sampling
+
+
+async def test_what_was_cached_is_told_by_the_attempt_that_began() -> None:
+    run = Run(GenerateRequest(request_id="r", prompt_ids=[1, 2]), Limits(), asyncio.Lock())
+    first = run.next_attempt()
+    assert run.accept(TokenOutput("r", first.attempt, 0, [7])) is not None
+    late = run.accept(TokenOutput("r", first.attempt, 1, [8], cached=CachedTokens(device=1)))
+    assert late is not None
+    assert late.cached == CachedTokens(device=1), "some engines tell it behind the tokens"
+    second = run.next_attempt()
+    resumed = run.accept(TokenOutput("r", second.attempt, 2, [9], cached=CachedTokens(device=4)))
+    assert resumed is not None
+    assert resumed.cached is None, "of a resumed attempt the client's own tokens are cached"

@@ -10,7 +10,16 @@ import aiohttp
 import pytest
 
 from engine.errors import EngineDiedError, EngineError, RequestError, RequestFailedError, UnsupportedError
-from engine.protocol import AssetRef, GenerateRequest, Grammar, SamplingParams, TextAssets, TokenLogprobs, TokenOutput
+from engine.protocol import (
+    AssetRef,
+    CachedTokens,
+    GenerateRequest,
+    Grammar,
+    SamplingParams,
+    TextAssets,
+    TokenLogprobs,
+    TokenOutput,
+)
 from server.foreign.dialect import Dialect
 from server.foreign.info import foreign_info
 from server.foreign.llama_server import LlamaServer
@@ -144,7 +153,14 @@ async def test_completions_in_other_shapes() -> None:
     async with other_server(events=[*good, b"[DONE]"]) as server:
         outputs = await ask(server, OpenAIIds())
         assert ids_of(outputs) == [11, 2]
-        assert outputs[0].cached is None, "nothing is claimed of a cache that nothing is told of"
+        assert all(output.cached is None for output in outputs), "nothing is claimed of a cache that nobody told of"
+    usage = {"choices": [], "usage": {"prompt_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}}
+    for last in ([usage, b"[DONE]"], [usage]):
+        async with other_server(events=[*good[:-1], *last]) as server:
+            outputs = await ask(server, OpenAIIds())
+            assert ids_of(outputs) == [11, 2]
+            assert [output.finish_reason for output in outputs].count("stop") == 1
+            assert outputs[-1].cached == CachedTokens(device=1), "what is told behind the end counts"
     by_text = {"tokens": ["x"], "token_logprobs": [-1.0], "top_logprobs": [{"x": -1.0}]}
     for events, kind in (
         ([completion()], EngineError),
