@@ -83,11 +83,18 @@ def header_bytes(segments: int) -> int:
 
 class GroupLayout:
     """The cut of one group. It depends on the namespace and `target_bytes` alone, not on who computes which layers;
-    `head_parts` cuts heads finer, for engines that split them. Engines that cut differently miss each other's objects.
+    `head_parts` cuts heads finer, for engines that split them; `max_span` bounds the blocks of an object. Engines that
+    cut differently miss each other's objects.
     """
 
     def __init__(
-        self, namespace: Namespace, group: int, *, target_bytes: int = TARGET_BYTES, head_parts: int = 1
+        self,
+        namespace: Namespace,
+        group: int,
+        *,
+        target_bytes: int = TARGET_BYTES,
+        head_parts: int = 1,
+        max_span: int = MAX_SPAN,
     ) -> None:
         shape = namespace.groups[group]
         if shape.kv_heads % head_parts:
@@ -100,7 +107,8 @@ class GroupLayout:
         runs = _even_runs(len(shape.layers), target_bytes / (head_bytes * heads))
         self._head_runs = [(start, start + heads) for start in range(0, shape.kv_heads, heads)]
         self._layer_runs = [shape.layers[start:stop] for start, stop in runs]
-        self.span = _span(target_bytes / (head_bytes * heads * len(shape.layers))) if len(runs) == 1 else 1
+        span = _span(target_bytes / (head_bytes * heads * len(shape.layers))) if len(runs) == 1 else 1
+        self.span = min(span, max_span)
         """Blocks of a whole object."""
         self._parts: dict[int, tuple[ObjectLayout, ...]] = {}
 

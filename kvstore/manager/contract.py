@@ -82,19 +82,22 @@ class Released:
 class StoreClient(Protocol):
     """Nothing here waits or raises for what a tier does. A request id is one request's from `look_up` to `finish`."""
 
-    def look_up(self, request_id: str, scope: bytes, keys: Sequence[bytes], *, save: bool = True) -> None:
-        """Begin to find out how much of a prompt the tiers hold, and bring what is slow to reach nearer while the
-        request queues. `save` False is a request of which nothing is to be stored."""
+    def look_up(
+        self, request_id: str, scope: bytes, keys: Sequence[bytes], start_block: int = 0, *, save: bool = True
+    ) -> None:
+        """Begin to find out how much of a prompt the tiers hold from `start_block` on, which is where the device's own
+        prefix ends. `save` False is a request of which nothing is to be stored. Asking again begins anew."""
         ...
 
     def found(self, request_id: str, start_block: int, num_blocks: int) -> Found | None:
         """Return what would be loaded of blocks [start_block, num_blocks), or None while that is not known; it is known
-        within the look-up's deadline. The answer holds leases on what is in memory until `load` or `finish`."""
+        within the look-up's deadline. It is a hint: what has gone when it is loaded makes the load shorter."""
         ...
 
     def load(self, request_id: str, start_block: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Fill `block_ids[group][i]` with block start_block + i. Ends with one Loaded, in time for the load's deadline
-        and with the contiguous part that came until then. Until then the blocks belong to the store."""
+        """Fill `block_ids[group][i]` with block start_block + i, of those that were looked up. Ends with one Loaded, in
+        time for the load's deadline and with the contiguous part that came until then. Until then the blocks belong to
+        the store."""
         ...
 
     def save(self, blocks: Sequence[StoredBlock]) -> None:
