@@ -57,18 +57,19 @@ class KVPlaces:
     def chunks(self, piece: Piece, *, writable: bool) -> Chunks:
         """Return an object's chunks; `writable` if its payload is to be written. They are addresses: the piece's
         payload has to be held as long as they are used. Raises ValueError for a piece that does not fit this cache."""
-        cut = self._cut(piece.layout)
-        ids = np.array(piece.block_ids, np.int64)
-        if len(ids) != piece.layout.span or ids.min() < 0 or ids.max() >= cut.num_blocks:
-            raise ValueError(f"blocks {list(piece.block_ids)} are not {piece.layout.span} of {cut.num_blocks}")
+        cut, ids = self._cut(piece.layout), piece.block_ids
+        if len(ids) != piece.layout.span or min(ids) < 0 or max(ids) >= cut.num_blocks:
+            raise ValueError(f"blocks {list(ids)} are not {piece.layout.span} of {cut.num_blocks}")
         if piece.payload.nbytes != piece.layout.payload_bytes:
             raise ValueError(f"a payload of {piece.payload.nbytes} bytes, not {piece.layout.payload_bytes}")
         payload = np.frombuffer(piece.payload, np.uint8)
         if writable and not payload.flags.writeable:
             raise ValueError("the payload cannot be written")
-        addresses = cut.starts[:, None] + ids * cut.block_bytes
-        addresses[:, ids == NULL_BLOCK] = 0
-        return Chunks(addresses.reshape(-1), cut.chunk_bytes, payload.ctypes.data)
+        numbers = np.array(ids, np.int64)
+        addresses = cut.starts[:, None] + numbers * cut.block_bytes
+        if NULL_BLOCK in ids:
+            addresses[:, numbers == NULL_BLOCK] = 0
+        return Chunks(addresses.reshape(-1), cut.chunk_bytes, payload.__array_interface__["data"][0])
 
     def _cut(self, layout: ObjectLayout) -> _Cut:
         # Of one namespace, these numbers tell the layout: comparing all segments would cost more than a copy.
