@@ -67,11 +67,18 @@ class PinnedRanges:
 class CudaCopies:
     """`engine.runner.kv_memory.Copies` of one device. To be made in a thread that uses the device already."""
 
-    def __init__(self, device: torch.device, *, driver: CudaDriver | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        driver: CudaDriver | None = None,
+        batch_bytes: int = BATCH_BYTES,
+        direct_bytes: int = DIRECT_BYTES,
+    ) -> None:
         self._driver = CudaDriver() if driver is None else driver
         self._pinned = PinnedRanges(self._driver)
-        self._out = _Lane(device, self._driver, self._pinned, outward=True)
-        self._in = _Lane(device, self._driver, self._pinned, outward=False)
+        settings = _Settings(device, self._driver, self._pinned, batch_bytes, direct_bytes)
+        self._out, self._in = _Lane(settings, outward=True), _Lane(settings, outward=False)
 
     def read(self, objects: Sequence[Chunks]) -> None:
         self._out.run(objects)
@@ -86,6 +93,17 @@ class CudaCopies:
         self._out.close()
         self._in.close()
         self._pinned.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What both directions share."""
+
+    device: torch.device
+    driver: CudaDriver
+    pinned: PinnedRanges
+    batch_bytes: int
+    direct_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +122,8 @@ class _Batch:
 class _Buffers:
     """Room for one batch, made when it is first needed, and the event behind which it is free again."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, batch_bytes: int) -> None:
+        self._device, self._batch_bytes = device, batch_bytes
         self._host, self._packed = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
         self._table, self._host_table = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
         # Waiting lets go of the processor: a spinning thread for each direction would be taken from somebody.
@@ -115,13 +133,13 @@ class _Buffers:
     def host(self, size_bytes: int) -> int:
         """Return the address of pinned memory."""
         if len(self._host) < size_bytes:
-            self._host = torch.empty(max(size_bytes, BATCH_BYTES), dtype=torch.uint8, pin_memory=True)
+            self._host = torch.empty(max(size_bytes, self._batch_bytes), dtype=torch.uint8, pin_memory=True)
         return self._host.data_ptr()
 
     def packed(self, size_bytes: int) -> Tensor:
         """Return memory of the device."""
         if len(self._packed) < size_bytes:
-            self._packed = torch.empty(max(size_bytes, BATCH_BYTES), dtype=torch.uint8, device=self._device)
+            self._packed = torch.empty(max(size_bytes, self._batch_bytes), dtype=torch.uint8, device=self._device)
         return self._packed[:size_bytes]
 
     def table(self, entries: int) -> tuple[Tensor, Tensor]:
@@ -135,17 +153,18 @@ class _Buffers:
 class _Lane:
     """One direction, with streams and buffers of its own: one stream copies, one packs or unpacks."""
 
-    def __init__(self, device: torch.device, driver: CudaDriver, pinned: PinnedRanges, *, outward: bool) -> None:
-        self._device, self._driver, self._pinned, self._outward = device, driver, pinned, outward
-        self._copying, self._packing = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._buffers = (_Buffers(device), _Buffers(device))
+    def __init__(self, settings: _Settings, *, outward: bool) -> None:
+        self._settings, self._outward = settings, outward
+        self._driver, self._device = settings.driver, settings.device
+        self._copying, self._packing = (torch.cuda.Stream(self._device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._buffers = self._new_buffers()
 
     def run(self, objects: Sequence[Chunks]) -> None:
         """Copy all; the host's part of one batch runs beside the device's part of the next one."""
         begun: tuple[_Batch, _Buffers] | None = None
         with torch.cuda.device(self._device):
             try:
-                for number, some in enumerate(_batches(objects)):
+                for number, some in enumerate(_batches(objects, self._settings.batch_bytes)):
                     buffers = self._buffers[number % 2]
                     batch = _Batch(some, self._hosts(some, buffers))
                     self._begin(batch, buffers)
@@ -160,7 +179,11 @@ class _Lane:
 
     def close(self) -> None:
         self._settle()
-        self._buffers = (_Buffers(self._device), _Buffers(self._device))
+        self._buffers = self._new_buffers()
+
+    def _new_buffers(self) -> tuple[_Buffers, _Buffers]:
+        size = self._settings.batch_bytes
+        return _Buffers(self._device, size), _Buffers(self._device, size)
 
     def _settle(self) -> None:
         """Wait until nothing is under way: the caller takes its memory back."""
@@ -170,7 +193,7 @@ class _Lane:
     def _hosts(self, objects: Sequence[Chunks], buffers: _Buffers) -> list[int]:
         hosts, used = [], 0
         for one in objects:
-            hosts.append(one.payload if self._pinned.contain(one.payload, one.size_bytes) else 0)
+            hosts.append(one.payload if self._settings.pinned.contain(one.payload, one.size_bytes) else 0)
             used += 0 if hosts[-1] else one.size_bytes
         place = buffers.host(used) if used else 0
         for index, one in enumerate(objects):
@@ -184,7 +207,7 @@ class _Lane:
             for one, host in zip(batch.objects, batch.hosts, strict=True):
                 if host != one.payload:
                     ctypes.memmove(host, one.payload, one.size_bytes)
-        if batch.chunk_bytes >= DIRECT_BYTES or batch.chunk_bytes % GRAIN_BYTES:
+        if batch.chunk_bytes >= self._settings.direct_bytes or batch.chunk_bytes % GRAIN_BYTES:
             self._copy_chunks(batch, buffers)
         elif self._outward:
             self._pack_and_copy(batch, buffers)
@@ -252,11 +275,11 @@ class _Lane:
         return np.array(batch.hosts, np.int64), places, sizes
 
 
-def _batches(objects: Sequence[Chunks]) -> Iterator[Sequence[Chunks]]:
-    """Cut a list into runs of about BATCH_BYTES whose chunks have one size."""
+def _batches(objects: Sequence[Chunks], batch_bytes: int) -> Iterator[Sequence[Chunks]]:
+    """Cut a list into runs of at most `batch_bytes`, or of one object, whose chunks have one size."""
     start, size = 0, 0
     for index, one in enumerate(objects):
-        full = size + one.size_bytes > BATCH_BYTES or one.chunk_bytes != objects[start].chunk_bytes
+        full = size + one.size_bytes > batch_bytes or one.chunk_bytes != objects[start].chunk_bytes
         if index > start and full:
             yield objects[start:index]
             start, size = index, 0

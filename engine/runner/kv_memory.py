@@ -36,9 +36,9 @@ class KVMemory:
     A block that an object lacks (id 0) reads as zeros: the memory that it is read into may have held another's bytes.
     """
 
-    def __init__(self, cache: KVCache, groups: Sequence[KVGroupSpec]) -> None:
+    def __init__(self, cache: KVCache, groups: Sequence[KVGroupSpec], copies: Copies | None = None) -> None:
         self._places = KVPlaces(cache, groups)
-        self._copies = _copies(cache)
+        self._copies = _copies(cache) if copies is None else copies
 
     def read(self, pieces: Sequence[Piece]) -> None:
         self._copies.read([self._places.chunks(piece, writable=True) for piece in pieces])

@@ -134,6 +134,10 @@ class TorchRunner:
             )
 
     @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    @property
     def max_in_flight(self) -> int:
         return self._max_in_flight
 
