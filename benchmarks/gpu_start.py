@@ -52,9 +52,8 @@ def main() -> int:
     build_engine(config, on_progress)
     torch.cuda.synchronize()
     _told("ready")
-    print(
-        f"{len(compiled)} kernels compiled in {sum(s for _, s in compiled):.2f} s, {len(linked)} launchers in {sum(linked):.2f} s"
-    )
+    kernels_s = sum(seconds for _, seconds in compiled)
+    print(f"{len(compiled)} kernels compiled in {kernels_s:.2f} s, {len(linked)} launchers in {sum(linked):.2f} s")
     for name, seconds in sorted(compiled, key=lambda one: -one[1])[:12]:
         print(f"    {seconds:6.2f} s  {name}")
     return 0

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -14,10 +15,15 @@ from engine.attention.base import FusedAttention
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError, RequestError
 from engine.loader.load import LoadedModel, OnText, choose_device, load_model
+from engine.models.base import Model
+from engine.models.llama import Llama
 from engine.protocol import EngineInfo, GenerateRequest, KVGroupSpec, SamplingParams
 from engine.runner.kv_cache import KVCache, count_blocks, default_budget_bytes
 from engine.runner.runner import TorchRunner
 from engine.validation import validate
+
+if TYPE_CHECKING:
+    from engine.runner.rehearsal import Rehearsal
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 
@@ -37,10 +43,17 @@ def build_engine(
     threads = _set_threads(config)
     _choose_gpu(config)
     count = partial(_count_blocks, config)
-    loaded = load_model(config, on_progress, check_room=count, on_text=on_text)
+    rehearsals: list[Rehearsal] = []
+
+    def on_built(module: Llama, max_model_len: int) -> None:
+        if module.is_fused and module.embedding.device.type == "cuda":
+            rehearsals.append(_rehearse(config, module, max_model_len))
+
+    loaded = load_model(config, on_progress, check_room=count, on_text=on_text, on_built=on_built)
+    for rehearsal in rehearsals:
+        on_progress(0.0, "compiling kernels")
+        rehearsal.wait()
     num_blocks = count(loaded.kv_groups, loaded.dtype, loaded.max_model_len)
-    is_fused = isinstance(loaded.backend, FusedAttention)
-    on_cuda = loaded.device.type == "cuda"
     try:
         cache = KVCache(
             loaded.kv_groups,
@@ -55,22 +68,44 @@ def build_engine(
             f"the KV cache of {max(num_blocks)} blocks cannot be allocated: {str(error).splitlines()[0]}",
             hint="Use a smaller --kv-cache-memory.",
         ) from error
-    runner = TorchRunner(
+    runner = _make_runner(
+        config,
+        loaded.max_model_len,
+        loaded.vocab_size,
         loaded.module,
         cache,
-        block_size=config.block_size,
-        max_slots=config.max_running,
-        max_model_len=loaded.max_model_len,
-        vocab_size=loaded.vocab_size,
-        device=loaded.device,
-        max_in_flight=config.in_flight_steps or (2 if on_cuda else 1),
-        max_step_tokens=config.max_step_tokens,
-        graphs=on_cuda and is_fused,
+        graphs=loaded.device.type == "cuda" and isinstance(loaded.backend, FusedAttention),
     )
     runner.warm_up(on_progress)
     info = _describe(config, loaded, num_blocks, threads)
     _check_defaults(info)
     return info, runner, num_blocks, loaded.assets
+
+
+def _make_runner(
+    config: EngineConfig, max_model_len: int, vocab_size: int, model: Model, cache: KVCache, *, graphs: bool
+) -> TorchRunner:
+    device = cache.layers[0][0].device
+    return TorchRunner(
+        model,
+        cache,
+        block_size=config.block_size,
+        max_slots=config.max_running,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        device=device,
+        max_in_flight=config.in_flight_steps or (2 if device.type == "cuda" else 1),
+        max_step_tokens=config.max_step_tokens,
+        graphs=graphs,
+    )
+
+
+def _rehearse(config: EngineConfig, module: Llama, max_model_len: int) -> Rehearsal:
+    from engine.runner.rehearsal import Rehearsal
+
+    vocab_size = module.config.vocab_size
+    make = partial(_make_runner, config, max_model_len, vocab_size, graphs=True)
+    return Rehearsal(module, make, config.block_size, config.local_engines)
 
 
 def _check_defaults(info: EngineInfo) -> None:
