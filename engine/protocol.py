@@ -113,7 +113,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """
 
     request_id: str
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     sampling: SamplingParams = SamplingParams()
     attempt: int = 0
     group_id: str | None = None

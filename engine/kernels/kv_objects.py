@@ -27,7 +27,7 @@ def move_chunks_kernel(packed, addresses, chunk_words, PACKS: tl.constexpr, WIDT
     inside = lane < chunk_words
     address = tl.load(addresses + chunk)
     place = packed + chunk.to(tl.int64) * chunk_words + lane
-    block = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int32)) + lane
+    block = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + lane
     if PACKS:
         tl.store(place, tl.load(block, mask=inside & (address != 0), other=0), mask=inside)
     else:
