@@ -154,7 +154,7 @@ def step_sizes(config: EngineConfig) -> StepSizes:
     """Return the sizes of a step: what is set, otherwise what the device is good for."""
     default = CPU_SIZES
     if choose_device(config.device).type == "cuda":
-        memory = torch.cuda.get_device_properties().total_memory  # type: ignore[no-untyped-call]
+        memory = torch.cuda.get_device_properties().total_memory
         default = LARGE_GPU_SIZES if memory >= LARGE_GPU_BYTES else GPU_SIZES
     return StepSizes(config.max_running or default.running, config.max_step_tokens or default.tokens)
 

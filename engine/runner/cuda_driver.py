@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,16 +84,16 @@ class CudaDriver:
         attributes = _Attributes(source_order=_IN_STREAM_ORDER)
         first = size_t(0)
         shared = (ctypes.byref(attributes), ctypes.byref(first), size_t(1))
-        if (call := getattr(self._library, "cuMemcpyBatchAsync_v2", None)) is not None:
-            return lambda targets, sources, sizes, count, queue: self._check(
-                "cuMemcpyBatchAsync", call(targets, sources, sizes, size_t(count), *shared, queue)
-            )
-        if (call := getattr(self._library, "cuMemcpyBatchAsync", None)) is not None:
-            return lambda targets, sources, sizes, count, queue: self._check(
-                "cuMemcpyBatchAsync",
-                call(targets, sources, sizes, size_t(count), *shared, ctypes.byref(size_t()), queue),
-            )
-        return None
+        name = "cuMemcpyBatchAsync_v2"
+        failed_at: tuple[Any, ...] = ()
+        if not hasattr(self._library, name):
+            name, failed_at = "cuMemcpyBatchAsync", (ctypes.byref(size_t()),)
+        if not hasattr(self._library, name):
+            return None
+        call = getattr(self._library, name)
+        return lambda targets, sources, sizes, count, queue: self._check(
+            name, call(targets, sources, sizes, size_t(count), *shared, *failed_at, queue)
+        )
 
     def _enter(self) -> None:
         self._check("cuCtxSetCurrent", self._library.cuCtxSetCurrent(self._context))
