@@ -92,7 +92,7 @@ def main() -> int:
     parser.add_argument("--wire", action="store_true")
     options = parser.parse_args()
     lengths = [int(part) for part in options.lengths.split(",")]
-    config = EngineConfig(model=options.model, max_model_len=16384)
+    config = EngineConfig(model=options.model, max_model_len=16384, kv_cache_memory_bytes=8 << 30)
     info, runner, num_blocks, _ = build_engine(config, lambda fraction, phase: None)
     watched = TimedRunner(runner)
     core = EngineCore(info, config, watched, num_blocks)  # type: ignore[arg-type]

@@ -221,7 +221,7 @@ class Bench:
     def decode(self, way: Way, batch: int, limits: dict[str, float], per_call: int) -> None:
         """Steps of a batch that decodes: undisturbed, and beside copies."""
         outputs = 14 * STEPS
-        requests = decode(random.Random(1), 32000, batch, CONTEXT, outputs).requests
+        requests = decode(random.Random(1), self.info.vocab_size, batch, CONTEXT, outputs).requests
         for request in requests:
             self.core.submit(request)
         warm = self.core.load().decode_tokens_total + 20 * batch
