@@ -18,12 +18,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`None` and "auto" are resolved when the model is loaded; EngineInfo tells what came out.
 
     `model` is a directory, a GGUF file, a packaged model's name or a hub's org/name. `kv_cache_memory_bytes` bounds the
-    device's KV pool. `max_step_tokens` is the token budget of one step, `max_running` the number of slots,
-    `max_waiting` the bound of the queue. `operators` is for a CPU: "auto" is "cpp" where there is a compiler, or what
-    one has made, and the dtype is bfloat16 or float32. `weights` "int8" needs "cpp". `in_flight_steps` 1 is the
-    synchronous loop, 2 schedules a step while the one before it runs; None is 2 on a GPU and 1 on a CPU.
-    `local_engines` share this machine, and this is the one of number `local_index`: what is not set is chosen so that
-    there is room for all of them.
+    device's KV pool. `max_step_tokens` is the token budget of one step, `max_running` the number of slots (None: what
+    the device is good for), `max_waiting` the bound of the queue. `operators` is for a CPU: "auto" is "cpp" where there
+    is a compiler, or what one has made, and the dtype is bfloat16 or float32. `weights` "int8" needs "cpp".
+    `in_flight_steps` 1 is the synchronous loop, 2 schedules a step while the one before it runs; None is 2 on a GPU and
+    1 on a CPU. `local_engines` share this machine, and this is the one of number `local_index`: what is not set is
+    chosen so that there is room for all of them.
     """
 
     model: str = "smollm2"
@@ -36,9 +36,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     block_size: int = 64
     kv_cache_memory_bytes: int | None = None
-    max_running: int = 64
+    max_running: int | None = None
     max_waiting: int = 4096
-    max_step_tokens: int = 1024
+    max_step_tokens: int | None = None
     in_flight_steps: int | None = None
     prefix_cache: bool = True
     threads: int | None = None

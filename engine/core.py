@@ -81,7 +81,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.kv,
             max_running=info.max_running,
-            max_step_tokens=config.max_step_tokens,
+            max_step_tokens=config.max_step_tokens or info.max_step_tokens,
             prefix_cache=config.prefix_cache,
             port=kv_port,
             event_log=event_log,

@@ -113,7 +113,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """
 
     request_id: str
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     sampling: SamplingParams = SamplingParams()
     attempt: int = 0
     group_id: str | None = None
@@ -224,7 +224,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `incarnation` is drawn anew whenever the engine's process starts. `numerics_fingerprint` names device, operators,
     dtype and mode: tokens may differ between engines that differ in it. `generation_defaults` are the model's own
-    sampling defaults by SamplingParams field name. `pid` is of the engine's process, 0 where that means nothing.
+    sampling defaults by SamplingParams field name. `max_step_tokens` is the token budget of a step. `pid` is of the
+    engine's process, 0 where that means nothing.
     """
 
     model: str
@@ -247,6 +248,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     step_group: str | None = None
     threads: int = 1
     pid: Count = 0
+    max_step_tokens: Size = 1024
 
     @property
     def numerics_fingerprint(self) -> str:

@@ -102,6 +102,10 @@ def check_grammar(grammar: Grammar) -> None:
 
 def _check_token_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:
     """Check all ids at C speed: prompts have up to a million of them."""
+    if isinstance(ids, array) and ids.typecode == "I":
+        if ids and (worst := int(np.frombuffer(ids, np.uint32).max())) >= vocab_size:
+            raise _outside(param, worst, vocab_size)
+        return
     try:
         words = array("q", ids)
     except (TypeError, OverflowError) as error:
@@ -111,9 +115,13 @@ def _check_token_ids(ids: Sequence[int], param: str, vocab_size: int) -> None:
         values = np.frombuffer(words, np.int64)
         for worst in (int(values.min()), int(values.max())):
             if not 0 <= worst < vocab_size:
-                raise RequestError(
-                    f"{param} has token id {worst}, outside the vocabulary [0, {vocab_size})", param=param, value=worst
-                )
+                raise _outside(param, worst, vocab_size)
+
+
+def _outside(param: str, token: int, vocab_size: int) -> RequestError:
+    return RequestError(
+        f"{param} has token id {token}, outside the vocabulary [0, {vocab_size})", param=param, value=token
+    )
 
 
 def _check_sampling(sampling: SamplingParams, info: EngineInfo) -> SamplingParams:

@@ -48,16 +48,26 @@ def _encode_extras(extras: Iterable[tuple[str, bytes]]) -> bytes:
     return b"".join(parts)
 
 
-def _words(token_ids: Sequence[int]) -> bytes:
+def token_words(token_ids: Sequence[int]) -> bytes:
+    """Return token ids as u32 little-endian. Raises OverflowError or TypeError for what is no such number."""
     words = array("I", token_ids)
     if byteorder == "big":
         words.byteswap()
     return words.tobytes()
 
 
+def tokens_of_words(words: bytes) -> array[int]:
+    """Return the token ids in `words`. Raises ValueError when it ends within one."""
+    token_ids = array("I")
+    token_ids.frombytes(words)
+    if byteorder == "big":
+        token_ids.byteswap()
+    return token_ids
+
+
 def block_key(parent: bytes, token_ids: Sequence[int], extras: Iterable[tuple[str, bytes]] = ()) -> bytes:
     """Return the 32-byte key of the block that holds `token_ids` after `parent` (a key or a scope)."""
-    return hashlib.sha256(parent + _words(token_ids) + _encode_extras(extras)).digest()
+    return hashlib.sha256(parent + token_words(token_ids) + _encode_extras(extras)).digest()
 
 
 class KeyChain:
@@ -73,7 +83,7 @@ class KeyChain:
         size, known = self.block_size, len(self.keys)
         parent = self.keys[-1] if self.keys else self.scope
         # One conversion for all new blocks: it takes as long as hashing them.
-        new = _words(token_ids[known * size : len(token_ids) // size * size])
+        new = token_words(token_ids[known * size : len(token_ids) // size * size])
         step = size * _WORD_BYTES
         for start in range(0, len(new), step):
             parent = hashlib.sha256(parent + new[start : start + step]).digest()

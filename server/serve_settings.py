@@ -87,7 +87,7 @@ SETTINGS: tuple[Setting, ...] = (
         name="max-running",
         field="engine.max_running",
         section=MEMORY,
-        help="Requests that run at once.",
+        help="Requests that run at once; 256 on a GPU and 64 on a CPU unless set.",
         low=1,
         high=65536,
     ),
@@ -102,7 +102,8 @@ SETTINGS: tuple[Setting, ...] = (
         name="max-step-tokens",
         field="engine.max_step_tokens",
         section=MEMORY,
-        help="Token budget of one engine step: longer prompts are computed in chunks.",
+        help="Token budget of one engine step: longer prompts are computed in chunks; 1024 on a CPU, 2048 on a GPU and"
+        " 8192 on one of 40 GiB and more unless set.",
         low=1,
     ),
     Setting(

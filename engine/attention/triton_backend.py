@@ -29,11 +29,15 @@ MAX_HEAD_SLOTS = 1 << 16
 FEW_PROGRAMS = 512
 """About four for each multiprocessor of a large GPU, which is how many it runs at once."""
 
-MANY_PROGRAMS = 1536
-"""So many prefill programs are faster two at a time on a multiprocessor, each with half of its registers."""
-
 LONG_ROW_TOKENS = 1024
 """From so many query tokens a row on, as a mean, Hopper's own prefill kernel is the faster one."""
+
+
+_REGISTERS_OF_LANES = 2048
+"""Registers of a multiprocessor for each of a warp's 32 lanes, from compute capability 3.7 on."""
+
+_PAIRED_STAGES = 3
+"""One KV tile on its way (`_Call._stages`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,8 @@ class TritonTiles:
     """Shapes of the two kernels. `fold_splits`: prefill folds the KV at the same borders as the split kernel does.
 
     `kv_buffers` is how many KV tiles are on their way at once, as far as they fit in shared memory. `split_tokens` is a
-    multiple of 2 * kv_tile.
+    multiple of 2 * kv_tile. From `paired_prefills` programs on, two prefill programs share a multiprocessor, each with
+    one KV tile on its way and half of the registers; 0 is never.
     """
 
     split_rows: int
@@ -52,6 +57,7 @@ class TritonTiles:
     kv_buffers: int
     split_tokens: int
     fold_splits: bool
+    paired_prefills: int
 
 
 DEFAULT_TILES = TritonTiles(
@@ -63,6 +69,7 @@ DEFAULT_TILES = TritonTiles(
     kv_buffers=2,
     split_tokens=512,
     fold_splits=False,
+    paired_prefills=1536,
 )
 # 64 rows in both: tensor cores add up a tile of 16 rows and one of 64 by different instructions.
 INVARIANT_TILES = TritonTiles(
@@ -74,6 +81,7 @@ INVARIANT_TILES = TritonTiles(
     kv_buffers=2,
     split_tokens=256,
     fold_splits=True,
+    paired_prefills=0,
 )
 
 
@@ -272,7 +280,7 @@ class _Call:
             return
         tile_rows = max(tiles.prefill_rows, _power_of_two(self.group))
         grid = (tokens // (tile_rows // self.group) + rows, kv_heads)
-        pairs = grid[0] * grid[1] >= MANY_PROGRAMS and tiles.prefill_warps == 8 and self.query.device.type == "cuda"
+        paired = 0 < tiles.paired_prefills <= grid[0] * grid[1] and self.query.device.type == "cuda"
         prefill_attention_kernel[grid](
             self.out,
             self.query,
@@ -297,6 +305,6 @@ class _Call:
             WINDOW=self.window,
             FOLD_SPLITS=tiles.fold_splits,
             num_warps=tiles.prefill_warps,
-            num_stages=3 if pairs else self._stages(tile_rows),
-            **({"maxnreg": 128} if pairs else {}),
+            num_stages=_PAIRED_STAGES if paired else self._stages(tile_rows),
+            **({"maxnreg": _REGISTERS_OF_LANES // (2 * tiles.prefill_warps)} if paired else {}),
         )

@@ -46,6 +46,9 @@ OnText = Callable[[TextCodec, int, tuple[int, ...]], object]
 """Called with the model's text, the size of its vocabulary and its end ids before its weights are read: what needs no
 more than these can be made meanwhile."""
 
+OnBuilt = Callable[[Llama, int], object]
+"""Called with the module on its device, before its weights are read into it, and the longest sequence."""
+
 SAMPLE_TEXT = "Hello, w\u00f6rld 1\n"
 """A tokenizer that cannot read this reads next to nothing."""
 
@@ -87,6 +90,7 @@ def load_model(
     *,
     check_room: CheckRoom = lambda groups, dtype, max_model_len: None,
     on_text: OnText = lambda codec, vocab_size, eos_ids: None,
+    on_built: OnBuilt = lambda module, max_model_len: None,
 ) -> LoadedModel:
     """Load `config.model` onto `config.device`. Raises ModelError or ConfigError with one line for the user, and what
     `check_room` raises before memory is taken."""
@@ -112,6 +116,7 @@ def load_model(
         eos_ids = tuple(token for token in checkpoint.eos_ids if 0 <= token < checkpoint.config.vocab_size)
         on_text(codec, checkpoint.config.vocab_size, eos_ids)
         module = _built(lambda: build(device, max_model_len), checkpoint)
+        on_built(module, max_model_len)
         weights_digest = _fill(module, checkpoint, on_progress)
     finally:
         checkpoint.close()

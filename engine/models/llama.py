@@ -6,8 +6,10 @@ arithmetic the products use is `RowOps`'.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -163,11 +165,11 @@ class Llama(nn.Module):
         if not config.tied_embeddings:
             self.head = nn.Parameter(torch.empty_like(embedding), requires_grad=False)
         self._linear, self._pack = ops.linear, ops.pack
-        self._needs_angles = not isinstance(backend, FusedAttention)
+        self.is_fused = isinstance(backend, FusedAttention)
 
     def forward(self, token_ids: Tensor, batches: Sequence[AttentionBatch], caches: Sequence[KVCache]) -> Tensor:
         """Return [tokens, hidden]. `batches` has one entry per KV group, `caches` one per layer; KV is written."""
-        angles = self.rotary.at(batches[0].positions) if self._needs_angles else None
+        angles = self.rotary.at(batches[0].positions) if not self.is_fused else None
         residual = F.embedding(token_ids, self.embedding)
         x: Tensor | None = None
         for layer, group, cache in zip(self.layers, self.group_of_layer, caches, strict=True):
@@ -181,6 +183,18 @@ class Llama(nn.Module):
 
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
         return self._groups
+
+    def excerpt(self) -> Llama:
+        """Return a model of the first layer of each KV group, on the same weights: it does whatever a layer does."""
+        part = copy.copy(self)
+        part.__dict__["_modules"] = dict(self._modules)
+        chosen = sorted(group.layers[0] for group in self._groups)
+        part.layers = nn.ModuleList(self.layers[layer] for layer in chosen)
+        part.group_of_layer = tuple(self.group_of_layer[layer] for layer in chosen)
+        part._groups = tuple(
+            msgspec.structs.replace(group, layers=(chosen.index(group.layers[0]),)) for group in self._groups
+        )
+        return part
 
     def named_parts(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (checkpoint name, view to fill) of every parameter, by Hugging Face's names, in a fixed order."""

@@ -66,6 +66,9 @@ class DecodeRows:
     positions: NDArray[np.int64]
 
 
+NOBODY = DecodeRows(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
 class _Inputs:
     """What the host writes and what the first kernel makes of it, for the largest shape."""
 
@@ -195,13 +198,18 @@ class DecodeGraphs:
         """(rows, blocks) of each step, the largest first: smaller ones find their memory in the pool."""
         return list(self._steps)
 
+    def rehearse(self) -> None:
+        """Run all shapes for the sake of their launches alone."""
+        for shape, step in self._steps.items():
+            self._send(NOBODY, *shape)
+            step.rehearse()
+
     def capture(self, pool: object, stream: torch.cuda.Stream, on_progress: Callable[[float, str], None]) -> None:
         """Capture all shapes. Every row of theirs is padded, so nothing is read or written that a request has."""
-        nobody = DecodeRows(np.zeros(0, np.int64), np.zeros(0, np.int64))
         for done, (shape, step) in enumerate(self._steps.items()):
             on_progress(done / len(self._steps), "capturing decode steps")
             with torch.cuda.stream(stream):
-                self._send(nobody, *shape)
+                self._send(NOBODY, *shape)
                 step()
             step.capture(pool, stream)
 

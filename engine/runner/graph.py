@@ -28,6 +28,10 @@ class GraphedStep:
         else:
             self._logits = self._compute()
 
+    def rehearse(self) -> None:
+        """Compute and forget."""
+        self._compute()
+
     def capture(self, pool: object, stream: torch.cuda.Stream) -> None:
         """Make a graph. The step has run once, so that nothing is compiled or set up inside."""
         graph = torch.cuda.CUDAGraph()

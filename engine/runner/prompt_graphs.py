@@ -188,6 +188,12 @@ class PromptGraphs:
             for shape in shapes
         }
 
+    def rehearse(self) -> None:
+        """Run all shapes for the sake of their launches alone."""
+        for shape, step in self._steps.items():
+            self._send(None, (), shape, step)
+            step.rehearse()
+
     def capture(self, pool: object, stream: torch.cuda.Stream, on_progress: Callable[[float, str], None]) -> None:
         """Capture all shapes, padded all over: nothing is read or written that a request has."""
         for done, (shape, step) in enumerate(self._steps.items()):

@@ -134,6 +134,10 @@ class TorchRunner:
             )
 
     @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    @property
     def max_in_flight(self) -> int:
         return self._max_in_flight
 
@@ -152,13 +156,25 @@ class TorchRunner:
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
     @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Launch what `warm_up` launches, once and without graphs; nothing that a value could mislead."""
+        assert self._decode_graphs is not None
+        assert self._prompt_graphs is not None
+        self._warm_up_logits()
+        self._prompt_graphs.rehearse()
+        self._decode_graphs.rehearse()
+
+    @torch.inference_mode()
     def _warm_up_prefill(self) -> None:
+        self._sampler.sample(self._warm_up_logits(), [0], [min(WARM_UP_TOKENS, self._max_model_len)])
+
+    def _warm_up_logits(self) -> Tensor:
         """Run a prompt that nobody has: the slot is free, so its KV goes to the null block."""
         tokens = min(WARM_UP_TOKENS, self._max_model_len)
         packed = pack_rows([Row(0, 0, tokens, True, (), (0,) * tokens)], self._slots, self._block_size)
         batch = build_step_batch(packed, self._slots, self._block_size, self._staging)
         hidden = self._model(batch.token_ids, batch.groups, self._cache.layers)
-        self._sampler.sample(self._model.compute_logits(hidden[-1:]), [0], [tokens])
+        return self._model.compute_logits(hidden[-1:])
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:

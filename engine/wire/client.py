@@ -35,6 +35,7 @@ from engine.wire.curve import KeyPair, check_public_key, secure_client
 from engine.wire.errors import from_wire
 from engine.wire.load_watch import LOAD_CREDIT, LoadWatch
 from engine.wire.session import Session, Socket
+from kvstore.keys import token_words
 
 OUTPUT_CREDIT = 64
 """Outputs messages that may be under way: enough for steps of a millisecond and a loop that stalls for 60 ms."""
@@ -300,7 +301,8 @@ class RemoteEngine:
         if len(self._streams) >= MAX_STREAMS:
             raise PressureError(f"{MAX_STREAMS} requests are running already.")
         sent_unix_s = None if request.deadline_unix_s is None else time.time()
-        frame = self._encode(wire.Submit(request, sent_unix_s))
+        promptless = msgspec.structs.replace(request, prompt_ids=[])
+        frame = self._encode(wire.Submit(promptless, sent_unix_s, _prompt_words(request)))
         if len(frame) > wire.MAX_CLIENT_FRAME_BYTES:
             raise RequestError(f"The request is larger than {wire.MAX_CLIENT_FRAME_BYTES} bytes.", param="prompt")
         if old is not None:
@@ -509,3 +511,10 @@ class RemoteEngine:
                 self._change(ready)
         elif (call := self._calls.get(reply.call_id)) is not None and not call.done():
             call.set_result(reply)
+
+
+def _prompt_words(request: GenerateRequest) -> bytes:
+    try:
+        return token_words(request.prompt_ids)
+    except (OverflowError, TypeError) as error:
+        raise RequestError("prompt has a token id that is not an unsigned 32-bit integer", param="prompt") from error

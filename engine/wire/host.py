@@ -34,6 +34,7 @@ from engine.wire.curve import KeyGate, KeyPair, Socket
 from engine.wire.errors import to_wire
 from engine.wire.load_reports import LoadReports
 from engine.wire.peers import Peer, Route, Routes
+from kvstore.keys import tokens_of_words
 
 log = logging.getLogger(__name__)
 
@@ -262,9 +263,9 @@ class WireHost:
             case wire.WatchLoad(count):
                 peer.load_credit = min(peer.load_credit + max(0, count), MAX_CREDIT)
                 self._reports.watch(peer)
-            case wire.Submit(request, sent_unix_s):
+            case wire.Submit(request, sent_unix_s, prompt):
                 peer.submits += 1
-                self._submit(peer, _in_own_time(request, sent_unix_s))
+                self._submit(peer, _in_own_time(request, sent_unix_s), prompt)
                 self._reports.note_change()
             case wire.Finish(request_id, keep_tokens):
                 if self._core is not None and (route := peer.running.get(request_id)):
@@ -277,8 +278,10 @@ class WireHost:
             case call:
                 self._send(peer, self._answer(peer, call))
 
-    def _submit(self, peer: Peer, request: GenerateRequest) -> None:
+    def _submit(self, peer: Peer, request: GenerateRequest, prompt: bytes) -> None:
         try:
+            if prompt:
+                request = _with_prompt(request, prompt)
             core = self._ready_core()
             if len(peer.running) + len(peer.pending) >= HELD_LIMIT_REQUESTS:
                 raise PressureError(f"{HELD_LIMIT_REQUESTS} requests of this peer are running or wait for its credit.")
@@ -426,3 +429,10 @@ def _in_own_time(request: GenerateRequest, sent_unix_s: float | None) -> Generat
         return request
     left_s = request.deadline_unix_s - sent_unix_s
     return msgspec.structs.replace(request, deadline_unix_s=time.time() + left_s)
+
+
+def _with_prompt(request: GenerateRequest, words: bytes) -> GenerateRequest:
+    try:
+        return msgspec.structs.replace(request, prompt_ids=tokens_of_words(words))
+    except ValueError as error:
+        raise RequestError("prompt ends within a token id", param="prompt") from error

@@ -22,7 +22,7 @@ import msgspec
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire.errors import WireError
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 MAX_CLIENT_FRAME_BYTES = 16 * 1024 * 1024
 """Of a frame to the engine. A prompt of a million ids is 5 MB."""
@@ -54,10 +54,12 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Run a request under the peer's own id, which is free again once its terminal output was sent. `sent_unix_s` is
-    the peer's clock, which its deadline is in: two hosts' clocks differ."""
+    the peer's clock, which its deadline is in: two hosts' clocks differ. `prompt` is the request's prompt, which is
+    empty in it, as u32 little-endian: reading a list of numbers takes many times as long."""
 
     request: GenerateRequest
     sent_unix_s: float | None = None
+    prompt: bytes = b""
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -44,6 +44,9 @@ POISON = 666
 BUG = 667
 """A prompt that begins with it makes submit() raise what is not of the error tree."""
 
+SLOTS = 64
+"""Where the configuration leaves them open."""
+
 VOCAB = 1000
 ASSET = bytes(range(256)) * 10_000
 STEP_S = 0.001
@@ -90,7 +93,7 @@ class ScriptedCore:
             raise PromptTooLongError(len(request.prompt_ids), limit, param="prompt")
         if self.draining:
             raise DrainingError("draining")
-        if len(self._running) >= self.config.max_running:
+        if len(self._running) >= (self.config.max_running or SLOTS):
             raise PressureError("full", retry_after_s=0.25)
         if request.request_id in self._running:
             raise RequestError("the id is in use", param="request_id")
@@ -161,7 +164,7 @@ def scripted_info(config: EngineConfig) -> EngineInfo:
         vocab_size=VOCAB,
         block_size=config.block_size,
         kv_capacity_tokens=1 << 20,
-        max_running=config.max_running,
+        max_running=config.max_running or SLOTS,
         text=TextAssets(tokenizer=AssetRef(hashlib.sha256(ASSET).hexdigest(), len(ASSET))),
     )
 

@@ -1,0 +1,298 @@
+"""Copies between a CUDA device's KV cache and the host's memory, beside a running engine.
+
+Large chunks go one by one, many in one call of the driver: the copy engines do all of it, and no multiprocessor is
+taken from the engine. Small ones, which would cost a copy engine more than their bytes, are packed by a kernel beside
+the KV cache and go as one copy for each object. Host memory that is pinned is copied in place, other memory by way of a
+pinned buffer.
+
+Order. A block is read when the host has collected the results of the step that filled it: that step's event has
+passed, so any stream sees it. A block is written before the host lets a step use it: `write` returns behind the event
+that ends the copies, so every kernel launched later sees it. No stream of the engine waits here or is waited for, and
+only the calling thread waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.kv_objects import GRAIN_BYTES, pack_chunks, unpack_chunks
+from engine.runner.cuda_driver import Addresses, CudaDriver
+from engine.runner.kv_cache import available_memory_bytes
+from engine.runner.kv_places import Chunks
+
+BATCH_BYTES = 16 << 20
+"""Copied at a time: each direction has two buffers of this size, so that the host fills or empties one meanwhile."""
+
+DIRECT_BYTES = 64 << 10
+"""Smaller chunks are packed."""
+
+PIN_BYTES = 1 << 30
+"""Host memory is pinned by pieces of this size; no object lies across the borders of a RAM tier's slabs, whose size
+divides it."""
+
+
+class PinnedRanges:
+    """Host memory that a device reaches, as ranges of addresses."""
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+        self._ranges: list[tuple[int, int]] = []
+
+    def add(self, memory: memoryview) -> int:
+        """Pin memory from its start on, at most half of what the machine has left; return how many bytes."""
+        start, done = _address(memory), 0
+        limit = min(memory.nbytes, available_memory_bytes() // 2)
+        while done < limit:
+            size = min(PIN_BYTES, limit - done)
+            if not self._driver.pin(start + done, size):
+                break
+            self._ranges.append((start + done, start + done + size))
+            done += size
+        return done
+
+    def contain(self, address: int, size_bytes: int) -> bool:
+        return any(start <= address and address + size_bytes <= stop for start, stop in self._ranges)
+
+    def clear(self) -> None:
+        while self._ranges:
+            self._driver.unpin(self._ranges.pop()[0])
+
+
+class CudaCopies:
+    """`engine.runner.kv_memory.Copies` of one device. To be made in a thread that uses the device already."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        driver: CudaDriver | None = None,
+        batch_bytes: int = BATCH_BYTES,
+        direct_bytes: int = DIRECT_BYTES,
+    ) -> None:
+        self._driver = CudaDriver() if driver is None else driver
+        self._pinned = PinnedRanges(self._driver)
+        settings = _Settings(device, self._driver, self._pinned, batch_bytes, direct_bytes)
+        self._out, self._in = _Lane(settings, outward=True), _Lane(settings, outward=False)
+
+    def read(self, objects: Sequence[Chunks]) -> None:
+        self._out.run(objects)
+
+    def write(self, objects: Sequence[Chunks]) -> None:
+        self._in.run(objects)
+
+    def pin(self, memory: memoryview) -> int:
+        return self._pinned.add(memory)
+
+    def close(self) -> None:
+        self._out.close()
+        self._in.close()
+        self._pinned.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What both directions share."""
+
+    device: torch.device
+    driver: CudaDriver
+    pinned: PinnedRanges
+    batch_bytes: int
+    direct_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Objects whose chunks have one size. `hosts[i]` is where the device finds object i's payload: in its own place or,
+    where that is not pinned, in a buffer."""
+
+    objects: Sequence[Chunks]
+    hosts: list[int]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.objects[0].chunk_bytes
+
+
+class _Buffers:
+    """Room for one batch, made when it is first needed, and the event behind which it is free again."""
+
+    def __init__(self, device: torch.device, batch_bytes: int) -> None:
+        self._device, self._batch_bytes = device, batch_bytes
+        self._host, self._packed = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
+        self._table, self._host_table = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        # Waiting lets go of the processor: a spinning thread for each direction would be taken from somebody.
+        self.done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def host(self, size_bytes: int) -> int:
+        """Return the address of pinned memory."""
+        if len(self._host) < size_bytes:
+            self._host = torch.empty(max(size_bytes, self._batch_bytes), dtype=torch.uint8, pin_memory=True)
+        return self._host.data_ptr()
+
+    def packed(self, size_bytes: int) -> Tensor:
+        """Return memory of the device."""
+        if len(self._packed) < size_bytes:
+            self._packed = torch.empty(max(size_bytes, self._batch_bytes), dtype=torch.uint8, device=self._device)
+        return self._packed[:size_bytes]
+
+    def table(self, entries: int) -> tuple[Tensor, Tensor]:
+        """Return room for so many int64 on the device, and the pinned memory from which they come."""
+        if len(self._table) < entries:
+            self._table = torch.empty(entries, dtype=torch.int64, device=self._device)
+            self._host_table = torch.empty(entries, dtype=torch.int64, pin_memory=True)
+        return self._table[:entries], self._host_table[:entries]
+
+
+class _Lane:
+    """One direction, with streams and buffers of its own: one stream copies, one packs or unpacks."""
+
+    def __init__(self, settings: _Settings, *, outward: bool) -> None:
+        self._settings, self._outward = settings, outward
+        self._driver, self._device = settings.driver, settings.device
+        self._copying, self._packing = (torch.cuda.Stream(self._device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._buffers = self._new_buffers()
+
+    def run(self, objects: Sequence[Chunks]) -> None:
+        """Copy all; the host's part of one batch runs beside the device's part of the next one."""
+        begun: tuple[_Batch, _Buffers] | None = None
+        with torch.cuda.device(self._device):
+            try:
+                for number, some in enumerate(_batches(objects, self._settings.batch_bytes)):
+                    buffers = self._buffers[number % 2]
+                    batch = _Batch(some, self._hosts(some, buffers))
+                    self._begin(batch, buffers)
+                    if begun is not None:
+                        self._end(*begun)
+                    begun = batch, buffers
+                if begun is not None:
+                    self._end(*begun)
+            except BaseException:
+                self._settle()
+                raise
+
+    def close(self) -> None:
+        self._settle()
+        self._buffers = self._new_buffers()
+
+    def _new_buffers(self) -> tuple[_Buffers, _Buffers]:
+        size = self._settings.batch_bytes
+        return _Buffers(self._device, size), _Buffers(self._device, size)
+
+    def _settle(self) -> None:
+        """Wait until nothing is under way: the caller takes its memory back."""
+        self._copying.synchronize()
+        self._packing.synchronize()
+
+    def _hosts(self, objects: Sequence[Chunks], buffers: _Buffers) -> list[int]:
+        hosts, used = [], 0
+        for one in objects:
+            hosts.append(one.payload if self._settings.pinned.contain(one.payload, one.size_bytes) else 0)
+            used += 0 if hosts[-1] else one.size_bytes
+        place = buffers.host(used) if used else 0
+        for index, one in enumerate(objects):
+            if not hosts[index]:
+                hosts[index] = place
+                place += one.size_bytes
+        return hosts
+
+    def _begin(self, batch: _Batch, buffers: _Buffers) -> None:
+        if not self._outward:
+            for one, host in zip(batch.objects, batch.hosts, strict=True):
+                if host != one.payload:
+                    ctypes.memmove(host, one.payload, one.size_bytes)
+        if batch.chunk_bytes >= self._settings.direct_bytes or batch.chunk_bytes % GRAIN_BYTES:
+            self._copy_chunks(batch, buffers)
+        elif self._outward:
+            self._pack_and_copy(batch, buffers)
+        else:
+            self._copy_and_unpack(batch, buffers)
+
+    def _end(self, batch: _Batch, buffers: _Buffers) -> None:
+        buffers.done.synchronize()
+        if not self._outward:
+            return
+        for one, host in zip(batch.objects, batch.hosts, strict=True):
+            if host != one.payload:
+                ctypes.memmove(one.payload, host, one.size_bytes)
+            if not one.addresses.all():
+                _zero_missing(one)
+
+    def _copy_chunks(self, batch: _Batch, buffers: _Buffers) -> None:
+        size = batch.chunk_bytes
+        blocks = np.concatenate([one.addresses for one in batch.objects])
+        hosts = np.concatenate(
+            [
+                np.arange(host, host + one.size_bytes, size, dtype=np.int64)
+                for one, host in zip(batch.objects, batch.hosts, strict=True)
+            ]
+        )
+        if not blocks.all():
+            blocks, hosts = blocks[blocks != 0], hosts[blocks != 0]
+        targets, sources = (hosts, blocks) if self._outward else (blocks, hosts)
+        self._driver.start_copies(targets, sources, np.full(len(blocks), size, np.int64), self._copying)
+        buffers.done.record(self._copying)
+
+    def _pack_and_copy(self, batch: _Batch, buffers: _Buffers) -> None:
+        table, packed = self._send_table(batch, buffers)
+        with torch.cuda.stream(self._packing):
+            pack_chunks(packed, table, batch.chunk_bytes)
+        buffers.ready.record(self._packing)
+        self._copying.wait_event(buffers.ready)
+        hosts, places, sizes = self._whole_objects(batch, packed)
+        self._driver.start_copies(hosts, places, sizes, self._copying)
+        buffers.done.record(self._copying)
+
+    def _copy_and_unpack(self, batch: _Batch, buffers: _Buffers) -> None:
+        table, packed = self._send_table(batch, buffers)
+        hosts, places, sizes = self._whole_objects(batch, packed)
+        self._driver.start_copies(places, hosts, sizes, self._copying)
+        buffers.ready.record(self._copying)
+        self._packing.wait_event(buffers.ready)
+        with torch.cuda.stream(self._packing):
+            unpack_chunks(packed, table, batch.chunk_bytes)
+        buffers.done.record(self._packing)
+
+    def _send_table(self, batch: _Batch, buffers: _Buffers) -> tuple[Tensor, Tensor]:
+        """Return the chunks' addresses on the device, and room to pack the batch."""
+        addresses = np.concatenate([one.addresses for one in batch.objects])
+        table, host_table = buffers.table(len(addresses))
+        host_table.numpy()[:] = addresses
+        with torch.cuda.stream(self._packing):
+            table.copy_(host_table, non_blocking=True)
+        return table, buffers.packed(len(addresses) * batch.chunk_bytes)
+
+    def _whole_objects(self, batch: _Batch, packed: Tensor) -> tuple[Addresses, Addresses, Addresses]:
+        """Return where each object lies on the host and in `packed`, and its size."""
+        sizes = np.array([one.size_bytes for one in batch.objects], np.int64)
+        places = packed.data_ptr() + np.cumsum(sizes) - sizes
+        return np.array(batch.hosts, np.int64), places, sizes
+
+
+def _batches(objects: Sequence[Chunks], batch_bytes: int) -> Iterator[Sequence[Chunks]]:
+    """Cut a list into runs of at most `batch_bytes`, or of one object, whose chunks have one size."""
+    start, size = 0, 0
+    for index, one in enumerate(objects):
+        full = size + one.size_bytes > batch_bytes or one.chunk_bytes != objects[start].chunk_bytes
+        if index > start and full:
+            yield objects[start:index]
+            start, size = index, 0
+        size += one.size_bytes
+    if objects:
+        yield objects[start:]
+
+
+def _zero_missing(one: Chunks) -> None:
+    for place in np.flatnonzero(one.addresses == 0).tolist():
+        ctypes.memset(one.payload + place * one.chunk_bytes, 0, one.chunk_bytes)
+
+
+def _address(memory: memoryview) -> int:
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address
