@@ -22,8 +22,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     the device is good for), `max_waiting` the bound of the queue. `operators` is for a CPU: "auto" is "cpp" where there
     is a compiler, or what one has made, and the dtype is bfloat16 or float32. `weights` "int8" needs "cpp".
     `in_flight_steps` 1 is the synchronous loop, 2 schedules a step while the one before it runs; None is 2 on a GPU and
-    1 on a CPU. `local_engines` share this machine, and this is the one of number `local_index`: what is not set is
-    chosen so that there is room for all of them.
+    1 on a CPU. `kv_store` has a text for each tier of the KV store (kvstore/manager/config.py), of which each tenant
+    gets at most `kv_quota_bytes`. `local_engines` share this machine, and this is the one of number `local_index`: what
+    is not set is chosen so that there is room for all of them.
     """
 
     model: str = "smollm2"
@@ -43,5 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     threads: int | None = None
     chat_template: str | None = None
+    kv_store: tuple[str, ...] = ()
+    kv_quota_bytes: int | None = None
     local_index: int = 0
     local_engines: int = 1

@@ -296,6 +296,7 @@ class EngineCore:
         if prefill_tokens:
             self._prefill_tokens += prefill_tokens
             self._prefill_busy_s += result.compute_s
+            self.scheduler.port.observe_prefill(prefill_tokens, result.compute_s)
         else:
             self._decode_tokens += self._output_tokens - output_tokens
             self._decode_context_tokens += context_tokens

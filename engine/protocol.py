@@ -109,7 +109,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     min/max tokens and offsets. `deadline_unix_s` is absolute, in seconds of the wall clock. Choices of one n > 1
     request share `group_id`. `cache_scope` (32 bytes) is the root of the request's block keys. Smaller `priority`
     runs first. `traceparent` and `tracestate` are W3C trace context. `session_id` names the conversation for routing;
-    engines ignore it.
+    engines ignore it. Nothing of a request with `store_kv` false is kept beyond the device.
     """
 
     request_id: str
@@ -128,6 +128,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     tracestate: str | None = None
     prompt_logprobs: int | None = None
     session_id: str | None = None
+    store_kv: bool = True
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -222,6 +223,7 @@ class TextAssets(msgspec.Struct, frozen=True, kw_only=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is. Who may continue whose requests, router/registry/compat.py tells from it.
 
+    `config_digest` is over what the model computes beside its weights: sizes, positions, norms, windows.
     `incarnation` is drawn anew whenever the engine's process starts. `numerics_fingerprint` names device, operators,
     dtype and mode: tokens may differ between engines that differ in it. `generation_defaults` are the model's own
     sampling defaults by SamplingParams field name. `max_step_tokens` is the token budget of a step. `pid` is of the
@@ -248,6 +250,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     step_group: str | None = None
     threads: int = 1
     pid: Count = 0
+    config_digest: str = ""
     max_step_tokens: Size = 1024
 
     @property
@@ -375,12 +378,13 @@ class Pool(Protocol):
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that a KVPort can supply for a request: `keys` follow on the device's own prefix of `start_block`."""
+    """Blocks that a KVPort can supply for a request: `keys` follow on the device's own prefix of `start_block`, and
+    `tiers` tells where each of them is now."""
 
     request_id: str
     start_block: int
     keys: tuple[bytes, ...]
-    tier: KVTier
+    tiers: tuple[KVTier, ...]
 
 
 class LoadDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -398,9 +402,11 @@ class HoldDone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FullBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """A published block: immutable from now on. `block_ids` has one id per KV group (0 where the group has none)."""
+    """A published block: immutable from now on. `index` is its place in the sequence; `block_ids` has one id per KV
+    group (0 where the group has none)."""
 
     request_id: str
+    index: int
     key: bytes
     parent: bytes
     token_ids: tuple[int, ...]
@@ -415,8 +421,19 @@ class KVPort(Protocol):
     `poll` reports its HoldDone. Nothing here blocks; a port that fails reports it through `poll` and never raises.
     """
 
-    def match(self, request_id: str, keys: Sequence[bytes], start_block: int) -> LoadPlan | None:
-        """Return what can be loaded after the first `start_block` keys, which the device holds, or None."""
+    def look_up(
+        self, request_id: str, scope: bytes, keys: Sequence[bytes], start_block: int, *, save: bool = True
+    ) -> None:
+        """A request begins to wait, and may be matched from now on; the device holds its first `start_block` keys. With
+        `save` false nothing of it is to be kept."""
+        ...
+
+    def match(self, request_id: str, keys: Sequence[bytes], start_block: int) -> LoadPlan | Literal["later"] | None:
+        """Return what can be loaded after the first `start_block` keys, which the device holds, or None for nothing.
+
+        "later" is for what is not known yet: the request waits, and others may go before it. That ends within a
+        fraction of a second, whatever the port asks.
+        """
         ...
 
     def start_load(self, plan: LoadPlan, block_ids: Sequence[Sequence[int]]) -> None:
@@ -435,6 +452,10 @@ class KVPort(Protocol):
         """The request gives up its blocks; its first `keep_tokens` tokens (prompt and output) are worth saving. It has
         ended, or was preempted and will be matched anew.
         """
+        ...
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """So many prompt tokens took so long: what a load has to beat."""
         ...
 
     def layer_done(self, step: int, layer: int) -> None:

@@ -12,11 +12,9 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-import msgspec
-
 from engine.grammar.base import Matcher
 from engine.kv.groups import Tables
-from engine.protocol import CachedTokens, FinishReason, GenerateRequest, TokenLogprobs
+from engine.protocol import CachedTokens, FinishReason, GenerateRequest, KVTier, TokenLogprobs
 from kvstore.keys import KeyChain
 
 
@@ -213,13 +211,16 @@ class Request:
         have = len(self.prompt_logprobs)
         self.prompt_logprobs.extend(entries[max(0, have - start - 1) : max(0, self.prompt_len - start - 1)])
 
-    def count_cached(self, device_tokens: int, loaded_tokens: int = 0, tier: str = "device") -> None:
-        """Note which prompt tokens the first admission found; later ones find the request's own blocks."""
+    def count_cached(self, device_tokens: int, loaded_tokens: int = 0, tiers: Sequence[KVTier] = ()) -> None:
+        """Note which prompt tokens the first admission found; later ones find the request's own blocks. `tiers` has one
+        of each block that was loaded."""
         if self.cached is not None:
             return
         device = min(device_tokens, self.prompt_len)
-        loaded = min(device_tokens + loaded_tokens, self.prompt_len) - device
-        cached = CachedTokens(device=device)
-        if loaded > 0:
-            cached = msgspec.structs.replace(cached, **{tier: getattr(cached, tier) + loaded})
-        self.cached = cached
+        left = min(device_tokens + loaded_tokens, self.prompt_len) - device
+        counts: dict[str, int] = {"device": device}
+        for tier in tiers:
+            tokens = min(left, self.block_size)
+            counts[tier] = counts.get(tier, 0) + tokens
+            left -= tokens
+        self.cached = CachedTokens(**counts)

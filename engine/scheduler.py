@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import Literal
 
 from engine.kv.event_log import KVEventLog
 from engine.kv.groups import KVGroups
@@ -145,6 +146,7 @@ class Scheduler:
         hit = self.kv.match(self._usable_keys(request), request.num_tokens)
         request.queued_tokens = request.num_tokens - self.kv.first_position(hit.num_blocks, request.num_tokens)
         self._queued_tokens += request.queued_tokens
+        self.port.look_up(request, self._usable_keys(request), hit.num_blocks)
         self.waiting.add(request)
 
     def _remove_waiting(self, request: Request) -> None:
@@ -209,7 +211,11 @@ class Scheduler:
             if self._follows_leader(request):
                 index += 1
                 continue
-            if not self._admit(request, draft):
+            admitted = self._admit(request, draft)
+            if admitted == "later":
+                index += 1
+                continue
+            if not admitted:
                 return
             if request.started_s is None:
                 request.started_s = now_s
@@ -229,8 +235,9 @@ class Scheduler:
         keys = request.chain.extend(request.tokens)
         return len(keys) >= shared and keys[shared - 1] == leader.chain.keys[shared - 1]
 
-    def _admit(self, request: Request, draft: StepDraft) -> bool:
-        """Give a waiting request a slot, blocks and a row; or start its load. Return False when there is no room."""
+    def _admit(self, request: Request, draft: StepDraft) -> bool | Literal["later"]:
+        """Give a waiting request a slot, blocks and a row; or start its load. Return False when there is no room, and
+        "later" for one of which the port does not know yet what it can load."""
         keys = self._usable_keys(request)
         hit = self.kv.match(keys, request.num_tokens)
         start = self.kv.first_position(hit.num_blocks, request.num_tokens)
@@ -242,8 +249,10 @@ class Scheduler:
                 return False
             fresh = room  # alone, with little room: a smaller step is better than none
             count = (hit.num_blocks + room) * self.kv.block_size - start
-        self._take_slot(request)
         plan = self.port.match(request, keys, hit.num_blocks)
+        if plan == "later":
+            return "later"
+        self._take_slot(request)
         if plan is not None and self._start_load(request, hit, plan):
             return True
         request.tables = self.kv.adopt(hit, hit.num_blocks + fresh)
@@ -311,7 +320,7 @@ class Scheduler:
         request.capacity = num_blocks * kv.block_size
         request.start_behind(num_blocks, position)
         device = kv.first_position(min(begin, num_blocks), request.num_tokens)
-        request.count_cached(device, position - device, load.plan.tier)
+        request.count_cached(device, position - device, load.plan.tiers)
         self._start_running(request)
 
     def complete(self, request: Request, end: int) -> None:

@@ -30,6 +30,7 @@ from engine.wire.curve import KeyPair, Socket
 from engine.wire.errors import to_wire
 from engine.wire.host import Core, WireHost
 from engine.wire.messages import Status
+from engine.wire.waker import Waker
 from kvstore.events.publisher import EventPublisher
 from server.logs import LogFormat, configure
 
@@ -94,13 +95,15 @@ def _nothing() -> None:
 
 
 class LoadedEngine(msgspec.Struct, frozen=True):
-    """`assets` are the bytes of `info.text` by digest. `event_log` is the core's, where it has one. `close` ends what
-    the core was given, after its last step."""
+    """`assets` are the bytes of `info.text` by digest. `event_log` is the core's, where it has one. `waker` is woken
+    when work can go on that waited for something outside of the engine. `close` ends what the core was given, after its
+    last step."""
 
     core: SteppedCore
     info: EngineInfo
     assets: Mapping[str, bytes]
     event_log: KVEventLog | None = None
+    waker: Waker | None = None
     close: Callable[[], None] = _nothing
 
 
@@ -123,7 +126,7 @@ def run(spec: CoreSpec, load: Load) -> int:
         gc.collect()
         gc.freeze()
         with closing(engine), _publishing(spec, host, engine) as publish_events:
-            host.serve(engine.core, engine.info, engine.assets)
+            host.serve(engine.core, engine.info, engine.assets, engine.waker)
             _serve(host, engine.core, spec.drain_timeout_s, publish_events)
         return 0
     except (ModelError, ConfigError) as error:
@@ -234,7 +237,9 @@ def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
     on_progress(0.0, "Starting.")
     from engine.core import EngineCore
     from engine.grammar.pool import GrammarPool
+    from engine.kv.open_store import open_store
     from engine.runner.build import build_engine
+    from engine.runner.kv_memory import KVMemory
     from engine.text.tokenizer import TextCodec
 
     warming: list[tuple[GrammarPool, Future[None]]] = []
@@ -247,13 +252,19 @@ def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
     ((grammars, warm_up),) = warming
     warm_up.result()  # Reading the weights took longer.
     log = KVEventLog([group.window_tokens for group in info.kv_groups], info.block_size)
-    core = EngineCore(info, config, runner, num_blocks, grammars=grammars, event_log=log)
+    waker = Waker()
+    store = open_store(config, info, KVMemory(runner.cache, info.kv_groups), waker.wake) if config.kv_store else None
+    port = None if store is None else store.port
+    core = EngineCore(info, config, runner, num_blocks, port, grammars=grammars, event_log=log)
 
     def close() -> None:
+        if store is not None:
+            store.close()
+        waker.close()
         grammars.close()
         runner.close()
 
-    return LoadedEngine(core, info, assets, log, close)
+    return LoadedEngine(core, info, assets, log, waker, close)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from engine.protocol import EngineLoad
+from engine.protocol import CachedTokens, EngineLoad
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -56,6 +56,12 @@ class ServerMetrics:
         self.cached_prompt_tokens = Counter(
             "headrace_cached_prompt_tokens", "Prompt tokens whose KV was not computed again.", registry=registry
         )
+        self.loaded_prompt_tokens = Counter(
+            "headrace_loaded_prompt_tokens",
+            "Of the cached ones those that came from a tier of the KV store.",
+            ["tier"],
+            registry=registry,
+        )
         self.generation_tokens = Counter("headrace_generation_tokens", "Generated tokens.", registry=registry)
         self.client_disconnects = Counter(
             "headrace_client_disconnects", "Requests whose client left before the end.", registry=registry
@@ -69,6 +75,12 @@ class ServerMetrics:
         self.ignored_params = Counter(
             "headrace_ignored_params", "Unknown body fields that were ignored.", registry=registry
         )
+
+    def count_cached(self, cached: CachedTokens) -> None:
+        self.cached_prompt_tokens.inc(cached.total)
+        for tier in ("ram", "disk", "remote"):
+            if tokens := getattr(cached, tier):
+                self.loaded_prompt_tokens.labels(tier).inc(tokens)
 
     def scrape(self, load: EngineLoad | None, others: Iterable[Collector] = ()) -> bytes:
         """Return the exposition, with those of `others`, which have the same names for different labels. `load` is None

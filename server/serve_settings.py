@@ -84,6 +84,23 @@ SETTINGS: tuple[Setting, ...] = (
         help="Reuse the KV of prompts that begin alike.",
     ),
     Setting(
+        name="kv-store",
+        field="engine.kv_store",
+        section=MEMORY,
+        help="A tier of the KV store: ram=4GiB, disk=DIRECTORY,50GiB, shared=DIRECTORY,500GiB or redis://HOST:PORT/0."
+        " Given once for each tier.",
+        kind="texts",
+        metavar="TIER",
+    ),
+    Setting(
+        name="kv-store-quota",
+        field="engine.kv_quota_bytes",
+        section=MEMORY,
+        help="Bytes that one tenant may have in each tier of the KV store; no bound unless set.",
+        kind="size",
+        low=1,
+    ),
+    Setting(
         name="max-running",
         field="engine.max_running",
         section=MEMORY,

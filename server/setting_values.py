@@ -9,7 +9,7 @@ from typing import Literal, Union, get_args, get_origin
 
 import msgspec
 
-Kind = Literal["plain", "size", "duration"]
+Kind = Literal["plain", "size", "duration", "texts"]
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
@@ -35,6 +35,8 @@ def convert(raw: object, wanted: object, kind: Kind, choices: Sequence[str] = ()
         return parse_size(raw)
     if kind == "duration":
         return parse_duration(raw)
+    if kind == "texts":
+        return parse_texts(raw)
     if inner is bool:
         return _parse_switch(raw)
     allowed = tuple(choices) or choices_of(inner)
@@ -101,6 +103,17 @@ def format_size(size_bytes: int) -> str:
         if whole and not rest:
             return f"{whole}{unit}B"
     return str(size_bytes)
+
+
+def parse_texts(raw: object) -> tuple[str, ...]:
+    """Texts of a list, of lines, or of words where there is one line alone without an end."""
+    parts: Sequence[object] = raw if isinstance(raw, list) else ()
+    if isinstance(raw, str):
+        parts = raw.splitlines() if "\n" in raw else raw.split()
+    texts = tuple(_text(part).strip() for part in parts)
+    if not all(text and _is_unicode(text) for text in texts) or not texts:
+        raise ValueError("is not a list of texts")
+    return texts
 
 
 def _text(raw: object) -> str:

@@ -210,5 +210,5 @@ def metavar(setting: Setting) -> str:
     """What help shows in the place of the value."""
     inner, _ = split_optional(setting.type)
     by_type = {int: "N", float: "N", str: "TEXT"}
-    by_kind = {"size": "SIZE", "duration": "TIME", "plain": ""}
+    by_kind = {"size": "SIZE", "duration": "TIME", "plain": "", "texts": "TEXT"}
     return setting.metavar or "|".join(setting.allowed) or by_kind[setting.kind] or by_type.get(inner, "VALUE")  # type: ignore[call-overload]

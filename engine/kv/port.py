@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.kv.groups import KVGroups, Tables
 from engine.protocol import FullBlock, KVPort, LoadDone, LoadPlan
@@ -39,19 +40,27 @@ class PortBlocks:
         """The port has blocks, and will report on them."""
         return bool(self._loads or self._held)
 
-    def match(self, request: Request, keys: Sequence[bytes], start_block: int) -> LoadPlan | None:
-        """Ask the port what follows on the device's prefix.
+    def look_up(self, request: Request, keys: Sequence[bytes], start_block: int) -> None:
+        """Let the port find out about a request that begins to wait.
 
         Reports name ids, so an id belongs to one request (and one admission of it) at a time: while blocks of an
         earlier attempt are in use or held, a later one runs without the port.
         """
-        if self._port is None or request.request_id in self._speakers:
+        if self._port is not None and request.request_id not in self._speakers:
+            self._speakers[request.request_id] = request
+            spec = request.spec
+            self._port.look_up(request.request_id, spec.cache_scope, keys, start_block, save=spec.store_kv)
+
+    def match(self, request: Request, keys: Sequence[bytes], start_block: int) -> LoadPlan | Literal["later"] | None:
+        """Ask the port what follows on the device's prefix."""
+        if self._port is None or len(keys) <= start_block:
             return None
-        self._speakers[request.request_id] = request
-        if len(keys) <= start_block:
+        if self._speakers.get(request.request_id) is not request:
             return None
         plan = self._port.match(request.request_id, keys, start_block)
-        if plan is None or plan.start_block != start_block or not plan.keys:
+        if plan is None or plan == "later":
+            return plan
+        if plan.start_block != start_block or not plan.keys or len(plan.tiers) != len(plan.keys):
             return None
         if plan.keys != tuple(keys[start_block : start_block + len(plan.keys)]):
             return None
@@ -85,12 +94,17 @@ class PortBlocks:
         self._full.append(
             FullBlock(
                 request_id=request.request_id,
+                index=index,
                 key=key,
                 parent=request.chain.keys[index - 1] if index else request.chain.scope,
                 token_ids=tuple(request.tokens[index * size : (index + 1) * size]),
                 block_ids=tuple(table[index] for table in request.tables),
             )
         )
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        if self._port is not None:
+            self._port.observe_prefill(tokens, seconds)
 
     def flush(self) -> None:
         if self._port is not None and self._full:

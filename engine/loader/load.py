@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from engine.models.registry import MODELS
 from engine.protocol import KVGroupSpec, TextAssets
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import TextCodec
+from kvstore.namespace import canonical
 
 OnProgress = Callable[[float, str], None]
 """Called with (fraction in [0, 1], phase) between tensors. It may raise to give up the load."""
@@ -74,6 +75,7 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     weights_digest: str
+    config_digest: str
     architecture: str
     dtype: torch.dtype
     device: torch.device
@@ -130,6 +132,7 @@ def load_model(
         max_model_len=max_model_len,
         vocab_size=checkpoint.config.vocab_size,
         weights_digest=weights_digest,
+        config_digest=hashlib.sha256(canonical(asdict(checkpoint.config)).encode()).hexdigest(),
         architecture=checkpoint.architecture,
         dtype=dtype,
         device=device,

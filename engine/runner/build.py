@@ -199,6 +199,7 @@ def _describe(
         model=config.served_model_name or config.model,
         incarnation=secrets.token_hex(8),
         weights_digest=loaded.weights_digest,
+        config_digest=loaded.config_digest,
         architecture=loaded.architecture,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=loaded.device.type,

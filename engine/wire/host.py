@@ -34,6 +34,7 @@ from engine.wire.curve import KeyGate, KeyPair, Socket
 from engine.wire.errors import to_wire
 from engine.wire.load_reports import LoadReports
 from engine.wire.peers import Peer, Route, Routes
+from engine.wire.waker import Waker
 from kvstore.keys import tokens_of_words
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,9 @@ class WireHost:
         self._core: Core | None = None
         self._info: EngineInfo | None = None
         self._assets: Mapping[str, bytes] = {}
+        self._waker: Waker | None = None
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
 
     def _bind(self, address: str, listen_fd: int | None) -> None:
         if self.secure is not None:
@@ -164,8 +168,11 @@ class WireHost:
         self._status = status
         self._broadcast(status)
 
-    def serve(self, core: Core, info: EngineInfo, assets: Mapping[str, bytes]) -> None:
-        """The engine can serve: `assets` are the bytes of `info.text` by digest."""
+    def serve(self, core: Core, info: EngineInfo, assets: Mapping[str, bytes], waker: Waker | None = None) -> None:
+        """The engine can serve: `assets` are the bytes of `info.text` by digest. A `waker` ends the wait of `pump`."""
+        if waker is not None:
+            self._waker = waker
+            self._poller.register(waker.fd, zmq.POLLIN)
         self._core, self._assets = core, assets
         self._info = msgspec.structs.replace(info, incarnation=self.incarnation, pid=os.getpid())
         self.set_status(wire.Status("ready", 1.0))
@@ -177,8 +184,11 @@ class WireHost:
             self.set_status(wire.Status("draining", 1.0))
 
     def pump(self, timeout_s: float = 0.0) -> None:
-        """Handle what has arrived; wait for the first message at most `timeout_s`."""
-        if self._socket.poll(self._patience_ms(timeout_s)):
+        """Handle what has arrived; wait for the first message, or to be woken, at most `timeout_s`."""
+        ready = dict(self._poller.poll(self._patience_ms(timeout_s)))
+        if self._waker is not None and self._waker.fd in ready:
+            self._waker.clear()
+        if self._socket in ready:
             for _ in range(MAX_MESSAGES_PER_PUMP):
                 try:
                     frames = self._socket.recv_multipart(zmq.NOBLOCK)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import click
 
 from server.cli.common import debug_option
-from server.cli.serve import given_flags, parameters
+from server.cli.serve import Given, given_flags, parameters
 from server.setting_values import format_size
 from server.settings import SETTINGS, Setting, gather, parse
 
@@ -22,7 +22,7 @@ def config() -> None:
     """Look at the settings without starting a server."""
 
 
-def _show(format_: str, **given: str | bool | None) -> None:
+def _show(format_: str, **given: Given) -> None:
     """Print every setting and where its value comes from, with the arguments of `headrace serve`.
 
     The YAML can be used as a file for --config. Keys and secrets are never printed.

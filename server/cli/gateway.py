@@ -7,11 +7,11 @@ import os
 import click
 
 from server.cli.common import debug_option
-from server.cli.serve import EPILOG, SettingsCommand, given_flags, options, run_server
+from server.cli.serve import EPILOG, Given, SettingsCommand, given_flags, options, run_server
 from server.settings import GATEWAY_SETTINGS, read_gateway_settings
 
 
-def _gateway(**given: str | bool | None) -> int:
+def _gateway(**given: Given) -> int:
     """Serve the OpenAI API in front of the workers that a registry lists.
 
     A gateway has no engine and keeps nothing: run as many as you like. Requests go to the worker that has their prefix

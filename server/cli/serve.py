@@ -40,17 +40,21 @@ class SettingsCommand(click.Command):
                 formatter.write_dl([row for _, row in rows])
 
 
+Given = str | bool | tuple[str, ...] | None
+
+
 def _option(setting: Setting) -> click.Parameter:
     """An option that only carries text: server/settings.py checks it, as it checks the other sources."""
     help_text = setting.help + _default_note(setting)
     if setting.is_switch:
         return click.Option([f"--{setting.name}/--no-{setting.name}"], default=None, help=help_text)
-    return click.Option([setting.flag], metavar=metavar(setting), help=help_text)
+    multiple = setting.kind == "texts"
+    return click.Option([setting.flag], metavar=metavar(setting), help=help_text, multiple=multiple)
 
 
 def _default_note(setting: Setting) -> str:
     default = setting.default
-    if default is None:
+    if default is None or default == ():
         return ""
     if isinstance(default, bool):
         return f" [{'on' if default else 'off'}]"
@@ -68,12 +72,16 @@ def options(settings: Sequence[Setting]) -> list[click.Parameter]:
     return [*(_option(setting) for setting in settings if setting.name != "model"), config]
 
 
-def given_flags(given: Mapping[str, str | bool | None]) -> dict[str, str]:
-    """What click has parsed, as server/settings.py takes it."""
-    return {name.replace("_", "-"): str(value) for name, value in given.items() if value is not None}
+def given_flags(given: Mapping[str, Given]) -> dict[str, str]:
+    """What click has parsed, as server/settings.py takes it: of an option that may come several times, a line each."""
+    return {
+        name.replace("_", "-"): "".join(f"{one}\n" for one in value) if isinstance(value, tuple) else str(value)
+        for name, value in given.items()
+        if value is not None and value != ()
+    }
 
 
-def _serve(**given: str | bool | None) -> int:
+def _serve(**given: Given) -> int:
     """Start an OpenAI-compatible server for MODEL.
 
     MODEL is a Hugging Face directory, a GGUF file, the name of a packaged model, or a hub's repository (org/name, or

@@ -7,11 +7,11 @@ import os
 import click
 
 from server.cli.common import debug_option
-from server.cli.serve import EPILOG, SettingsCommand, given_flags, parameters
+from server.cli.serve import EPILOG, Given, SettingsCommand, given_flags, parameters
 from server.settings import WORKER_SETTINGS, read_worker_settings
 
 
-def _worker(**given: str | bool | None) -> int:
+def _worker(**given: Given) -> int:
     """Run engines of MODEL for gateways on this machine or others, which find them in a registry.
 
     A worker speaks to gateways over ZeroMQ, encrypted and with a list of known keys where other machines can reach it.

@@ -152,11 +152,11 @@ class GenerateEndpoint:
             # One that found no room has used nothing. One whose client left may have, and pays for its prompt.
             record.quota.spend(usage.prompt_tokens + usage.completion_tokens if has_run else 0)
         metrics.prompt_tokens.inc(usage.prompt_tokens)
-        metrics.cached_prompt_tokens.inc(usage.cached_tokens)
+        metrics.count_cached(usage.cached)
         metrics.generation_tokens.inc(usage.completion_tokens)
         metrics.e2e.observe(perf_counter() - clock.arrived_s)
         record.prompt_tokens, record.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-        record.cached_tokens, record.ttft_s = usage.cached_tokens, clock.ttft_s
+        record.cached_tokens, record.ttft_s = usage.cached.total, clock.ttft_s
         record.finish_reasons = [run.finish_reason for run in runs]
 
 

@@ -189,6 +189,7 @@ class GenerationBody(BaseModel):
     stream_options: StreamOptions | None = None
     priority: Annotated[Whole, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    kv_store: Annotated[bool, Field(strict=True)] = True
 
     @property
     def include_usage(self) -> bool:

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Literal, NamedTuple, TypeVar, cast
 
 from engine.errors import DeadlineError, RequestFailedError
-from engine.protocol import Engine, GenerateRequest, TokenLogprobs, TokenOutput
+from engine.protocol import CachedTokens, Engine, GenerateRequest, TokenLogprobs, TokenOutput
 from engine.text.machine import TextDelta, TextMachine
 from server.metrics import ServerMetrics
 from server.openai.echo import Echo
@@ -94,7 +94,7 @@ class ChoiceRun:
         self.request = request
         self.machine = machine
         self.completion_tokens = 0
-        self.cached_tokens = 0
+        self.cached = CachedTokens()
         self.finish_reason: StopReason | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.stop_reason: str | int | None = None
@@ -132,7 +132,7 @@ class ChoiceRun:
         """Count and decode one output. Return the text that it makes certain, and why the choice ends with it."""
         ids, reason = output.token_ids, output.finish_reason
         if output.cached is not None:
-            self.cached_tokens = output.cached.total
+            self.cached = output.cached
         if reason == "abort" or reason == "error":
             raise _failure(output)
         self.completion_tokens = output.offset + len(ids)
@@ -241,7 +241,7 @@ async def _pump(pieces: AsyncGenerator[Piece, None], queue: asyncio.Queue[Piece 
 class Usage:
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    cached: CachedTokens
 
 
 def usage_of(runs: Sequence[ChoiceRun]) -> Usage:
@@ -249,15 +249,17 @@ def usage_of(runs: Sequence[ChoiceRun]) -> Usage:
 
     Choices of a prompt share its KV: only the first to run may find it new, so the least cached tells the truth.
     """
-    prompts: dict[str | None, tuple[int, int]] = {}
+    prompts: dict[str | None, tuple[int, CachedTokens]] = {}
     for run in runs:
         group = run.request.group_id
-        tokens, cached = prompts.get(group, (len(run.request.prompt_ids), run.cached_tokens))
-        prompts[group] = (tokens, min(cached, run.cached_tokens))
+        tokens, cached = prompts.get(group, (len(run.request.prompt_ids), run.cached))
+        prompts[group] = (tokens, min(cached, run.cached, key=lambda one: one.total))
     return Usage(
         prompt_tokens=sum(tokens for tokens, _ in prompts.values()),
         completion_tokens=sum(run.completion_tokens for run in runs),
-        cached_tokens=sum(cached for _, cached in prompts.values()),
+        cached=CachedTokens(
+            *(sum(getattr(cached, tier) for _, cached in prompts.values()) for tier in CachedTokens.__struct_fields__)
+        ),
     )
 
 

@@ -79,6 +79,7 @@ def choice_runs(
             prompt_ids=prompt_ids,
             sampling=sampling,
             cache_scope=service.cache_scope(caller.tenant, body.cache_salt),
+            store_kv=body.kv_store,
             priority=priority,
             prompt_logprobs=wanted.prompt_logprobs,
             grammar=None if wanted.constraint is None else wanted.constraint.grammar,

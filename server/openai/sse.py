@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import msgspec
 
-from engine.protocol import EngineInfo
+from engine.protocol import CachedTokens, EngineInfo
 from server.openai.generation import Usage
 from server.version import VERSION
 
@@ -104,5 +104,14 @@ def usage_fields(usage: Usage) -> dict[str, object]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": _details(usage.cached),
     }
+
+
+def _details(cached: CachedTokens) -> dict[str, object]:
+    """Tiers are told of where one beyond the device had a part in it."""
+    details: dict[str, object] = {"cached_tokens": cached.total}
+    if cached.total > cached.device:
+        by_tier = {tier: getattr(cached, tier) for tier in CachedTokens.__struct_fields__}
+        details["cached_tokens_by_tier"] = {tier: tokens for tier, tokens in by_tier.items() if tokens}
+    return details

@@ -42,6 +42,7 @@ def random_world(rng: random.Random) -> World:
         port_fail=rng.choice((0.0, 0.5)),
         port_hold=rng.choice((0.0, 0.5, 1.0)),
         port_stored=rng.choice((5, 1000)),
+        port_slow_looks=rng.random() < 0.5,
         grammars_late=rng.choice((0, 3)),
         seed=rng.getrandbits(32),
     )

@@ -99,6 +99,7 @@ class World:
         port_fail: float = 0.0,
         port_hold: float = 0.5,
         port_stored: int = 10_000,
+        port_slow_looks: bool = False,
         grammars_late: int | None = None,
         seed: int = 0,
         check: bool = True,
@@ -115,7 +116,15 @@ class World:
         )
         self.port = None
         if with_port:
-            self.port = FakeKVPort(self.runner.memory, rng, port_late, port_fail, port_hold, max_stored=port_stored)
+            self.port = FakeKVPort(
+                self.runner.memory,
+                rng,
+                port_late,
+                port_fail,
+                port_hold,
+                max_stored=port_stored,
+                slow_looks=port_slow_looks,
+            )
         self.grammars = None if grammars_late is None else WalkPool(VOCAB_SIZE, rng, grammars_late)
         config = EngineConfig(
             max_step_tokens=max_step_tokens,

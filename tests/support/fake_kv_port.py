@@ -46,18 +46,30 @@ class FakeKVPort:
     hold: float = 0.5
     tier: KVTier = "ram"
     max_stored: int = 10_000
+    slow_looks: bool = False
 
     def __post_init__(self) -> None:
         self.store: dict[bytes, list[list[Entry | None]]] = {}
         self.loads: dict[str, FakeLoad] = {}
         self.copies: deque[FakeCopy] = deque()
         self.holds: dict[str, int] = {}
+        self.looks: dict[str, int] = {}
         self.loads_ended = 0
         self.blocks_loaded = 0
         self.holds_ended = 0
 
-    def match(self, request_id: str, keys: Sequence[bytes], start_block: int) -> LoadPlan | None:
+    def look_up(
+        self, request_id: str, scope: bytes, keys: Sequence[bytes], start_block: int, *, save: bool = True
+    ) -> None:
+        assert request_id not in self.looks, "announced twice"
+        assert request_id not in self.loads, "announced while it is loading"
+        self.looks[request_id] = self.rng.randint(0, self.max_late) if self.slow_looks else 0
+
+    def match(self, request_id: str, keys: Sequence[bytes], start_block: int) -> LoadPlan | Literal["later"] | None:
         assert request_id not in self.loads, "asked for a request that is loading"
+        if self.looks[request_id] > 0:
+            self.looks[request_id] -= 1
+            return "later"
         found = []
         for key in keys[start_block:]:
             if key not in self.store:
@@ -65,7 +77,8 @@ class FakeKVPort:
             found.append(key)
         if not found or self.rng.random() < 0.1:
             return None
-        return LoadPlan(request_id=request_id, start_block=start_block, keys=tuple(found), tier=self.tier)
+        tiers = (self.tier,) * len(found)
+        return LoadPlan(request_id=request_id, start_block=start_block, keys=tuple(found), tiers=tiers)
 
     def start_load(self, plan: LoadPlan, block_ids: Sequence[Sequence[int]]) -> None:
         assert all(len(ids) == len(plan.keys) for ids in block_ids)
@@ -116,11 +129,15 @@ class FakeKVPort:
 
     def on_finish(self, request_id: str, keep_tokens: int) -> Literal["free", "hold"]:
         assert request_id not in self.loads, "ended while loading"
+        del self.looks[request_id]
         if self.rng.random() < self.hold:
             self.holds[request_id] = self.rng.randint(0, self.max_late)
             return "hold"
         self.copies = deque(copy for copy in self.copies if copy.block.request_id != request_id)
         return "free"
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        pass
 
     def layer_done(self, step: int, layer: int) -> None:
         pass

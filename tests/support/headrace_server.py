@@ -43,7 +43,11 @@ class HeadraceServer:
         self.model = model
         self.core_module = core_module
         self._log = log
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in {"port": 0, **flags}.items()]
+        options = [
+            f"--{name.replace('_', '-')}={one}"
+            for name, value in {"port": 0, **flags}.items()
+            for one in (value if isinstance(value, list) else [value])
+        ]
         models = [model] if command == "serve" else []
         with log.open("wb") as stderr:
             self.process = psutil.Popen(

@@ -45,7 +45,7 @@ def _values(setting: Setting) -> str:
 
 def _default(setting: Setting) -> str:
     default = setting.default
-    if default is None:
+    if default is None or default == ():
         return ""
     if isinstance(default, bool):
         return "on" if default else "off"

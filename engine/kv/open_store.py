@@ -1,0 +1,97 @@
+"""Opens the KV store that an engine's settings ask for, and attaches the engine to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.kv.store_port import StorePort
+from engine.protocol import EngineInfo
+from kvstore.errors import TierUnusableError
+from kvstore.manager.client import EngineClient
+from kvstore.manager.config import StoreConfig, parse_store
+from kvstore.manager.parts import BlockParts
+from kvstore.manager.store import KVStore
+from kvstore.namespace import GroupShape, Namespace
+from kvstore.tier import Deadline
+
+if TYPE_CHECKING:
+    from engine.runner.kv_memory import KVMemory
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 10.0
+"""Time to write what is queued when the engine ends. What is left is computed again one day."""
+
+
+def store_config(config: EngineConfig) -> StoreConfig | None:
+    """Return the store that the settings ask for, None for none. Raises ConfigError."""
+    try:
+        parsed = parse_store(config.kv_store)
+    except ValueError as error:
+        raise ConfigError(f"kv_store {error}") from None
+    if parsed is None:
+        return None
+    if not config.prefix_cache:
+        raise ConfigError("kv_store needs the prefix cache", hint="Leave prefix_cache on.")
+    return msgspec.structs.replace(parsed, local_engines=config.local_engines, quota_bytes=config.kv_quota_bytes)
+
+
+def namespace_of(info: EngineInfo, weights_epoch: int = 0) -> Namespace:
+    """Return whose KV an engine's is. Everything that decides a byte of it is in there."""
+    return Namespace(
+        model=info.architecture,
+        weights_digest=info.weights_digest,
+        weights_epoch=weights_epoch,
+        kv_dtype=info.dtype,
+        rope=info.config_digest,
+        groups=tuple(
+            GroupShape(spec.kind, spec.layers, spec.kv_heads, spec.head_dim, window_tokens=spec.window_tokens)
+            for spec in info.kv_groups
+        ),
+        block_size=info.block_size,
+        numerics=info.numerics_fingerprint,
+    )
+
+
+@dataclass
+class OpenStore:
+    """A store with one engine. Closed after the engine's last step, and before its memory is given up."""
+
+    store: KVStore
+    client: EngineClient
+    port: StorePort
+    memory: KVMemory
+    info: EngineInfo
+    weights_epoch: int = 0
+
+    def new_weights(self) -> None:
+        """The weights were changed: nothing of before is found from now on, or stored."""
+        self.weights_epoch += 1
+        self.client.use_namespace(BlockParts(namespace_of(self.info, self.weights_epoch)))
+
+    def close(self) -> None:
+        self.client.close()
+        self.store.close(Deadline.after(CLOSE_S))
+        self.memory.close()
+
+
+def open_store(config: EngineConfig, info: EngineInfo, memory: KVMemory, wake: Callable[[], None]) -> OpenStore | None:
+    """Return the store of the settings with this engine in it. Raises ConfigError when a tier cannot be used."""
+    wanted = store_config(config)
+    if wanted is None:
+        return None
+    try:
+        store = KVStore(wanted)
+    except TierUnusableError as error:
+        raise ConfigError(f"kv_store: {error}") from None
+    memory.pin(store.ram.arena.view(0, store.ram.arena.capacity_bytes))
+    client = store.attach(namespace_of(info), memory, wake)
+    slides = any(spec.window_tokens is not None for spec in info.kv_groups)
+    return OpenStore(store, client, StorePort(client, info.block_size, slides=slides), memory, info)
