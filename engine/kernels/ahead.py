@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +37,19 @@ class KernelsAhead:
     @contextmanager
     def asking(self) -> Iterator[None]:
         """Launch nothing in this thread. Other threads go on as always."""
-        before, self._asking = knobs.runtime.jit_cache_hook, threading.get_ident()
-        knobs.runtime.jit_cache_hook = self._on_missing
+        asking, before, run = threading.get_ident(), knobs.runtime.jit_cache_hook, JITFunction.run
+
+        def named(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            # A kernel that is in memory already is not launched either: what it reads another one has not written.
+            return run(function, *args, grid=grid, warmup=warmup or threading.get_ident() == asking, **kwargs)
+
+        self._asking = asking
+        knobs.runtime.jit_cache_hook, JITFunction.run = self._on_missing, named
         try:
             yield
         finally:
-            knobs.runtime.jit_cache_hook, self._asking = before, None
+            knobs.runtime.jit_cache_hook, JITFunction.run = before, run
+            self._asking = None
 
     def wait(self) -> None:
         """Return when everything that was asked for has been compiled. What could not be is told by its launch."""
