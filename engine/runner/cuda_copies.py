@@ -14,7 +14,7 @@ only the calling thread waits.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,8 @@ from engine.runner.kv_places import Chunks
 
 BATCH_BYTES = 16 << 20
 """Copied at a time: each direction has two buffers of this size, so that the host fills or empties one meanwhile."""
+
+FIRST_BATCH_BYTES = 4 << 20
 
 DIRECT_BYTES = 64 << 10
 """Smaller chunks are packed."""
@@ -80,10 +82,10 @@ class CudaCopies:
         settings = _Settings(device, self._driver, self._pinned, batch_bytes, direct_bytes)
         self._out, self._in = _Lane(settings, outward=True), _Lane(settings, outward=False)
 
-    def read(self, objects: Sequence[Chunks]) -> None:
+    def read(self, objects: Iterable[Chunks]) -> None:
         self._out.run(objects)
 
-    def write(self, objects: Sequence[Chunks]) -> None:
+    def write(self, objects: Iterable[Chunks]) -> None:
         self._in.run(objects)
 
     def pin(self, memory: memoryview) -> int:
@@ -159,7 +161,7 @@ class _Lane:
         self._copying, self._packing = (torch.cuda.Stream(self._device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._buffers = self._new_buffers()
 
-    def run(self, objects: Sequence[Chunks]) -> None:
+    def run(self, objects: Iterable[Chunks]) -> None:
         """Copy all; the host's part of one batch runs beside the device's part of the next one."""
         begun: tuple[_Batch, _Buffers] | None = None
         with torch.cuda.device(self._device):
@@ -275,17 +277,19 @@ class _Lane:
         return np.array(batch.hosts, np.int64), places, sizes
 
 
-def _batches(objects: Sequence[Chunks], batch_bytes: int) -> Iterator[Sequence[Chunks]]:
-    """Cut a list into runs of at most `batch_bytes`, or of one object, whose chunks have one size."""
-    start, size = 0, 0
-    for index, one in enumerate(objects):
-        full = size + one.size_bytes > batch_bytes or one.chunk_bytes != objects[start].chunk_bytes
-        if index > start and full:
-            yield objects[start:index]
-            start, size = index, 0
+def _batches(objects: Iterable[Chunks], batch_bytes: int) -> Iterator[Sequence[Chunks]]:
+    """Cut objects into runs whose chunks have one size. The first run is the smallest, so that the device has something
+    to do soon: each is at most twice the one before and of at most `batch_bytes`, or of one object."""
+    run: list[Chunks] = []
+    size, most = 0, min(batch_bytes, FIRST_BATCH_BYTES)
+    for one in objects:
+        if run and (size + one.size_bytes > most or one.chunk_bytes != run[0].chunk_bytes):
+            yield run
+            run, size, most = [], 0, min(batch_bytes, 2 * most)
+        run.append(one)
         size += one.size_bytes
-    if objects:
-        yield objects[start:]
+    if run:
+        yield run
 
 
 def _zero_missing(one: Chunks) -> None:
