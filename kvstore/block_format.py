@@ -4,6 +4,7 @@
         magic, size, version, checksum of all other bytes of the header
         identity: the object's key, the chain's value before its first block, its tokens' place, number and fingerprint
         origin: time and writer; codec; size of the payload
+        what the codec keeps: nothing for plain objects
         one entry for each segment: plane, layer, dtype, shape, offset, size, checksum
     payload   the segments, without gaps
 
@@ -31,6 +32,10 @@ from kvstore.object_key import ObjectKey
 MAGIC = b"HRKVBLK\n"
 VERSION = 1
 CODEC_PLAIN = 0
+CODEC_AES_GCM = 1
+"""Payload and fingerprint are encrypted, and the checksums are those of the encrypted bytes (kvstore/encryption.py)."""
+
+CODECS = (CODEC_PLAIN, CODEC_AES_GCM)
 WRITER_BYTES = 8
 
 PLANES = ("k", "v", "latent", "index", "scale", "state", "logits")
@@ -46,7 +51,12 @@ _IDENTITY = struct.Struct("<32s16s32s32sHHHHHHIQI16sQ8sIQ")
 # plane, dtype, layer, shape, offset, size, checksum
 _ENTRY = struct.Struct("<BBHIIIIQQ16s")
 
-assert _FRONT.size + _IDENTITY.size <= FIXED_HEADER_BYTES
+_FINGERPRINT_AT = _FRONT.size + struct.calcsize("<32s16s32s32sHHHHHHIQI")
+_CHECKSUM_AT = struct.calcsize("<BBHIIIIQQ")
+_CODEC_AT = _FRONT.size + _IDENTITY.size
+CODEC_BYTES = FIXED_HEADER_BYTES - _CODEC_AT
+
+assert CODEC_BYTES >= 64
 assert _ENTRY.size <= SEGMENT_ENTRY_BYTES
 
 MAX_HEADER_BYTES = 1 << 20
@@ -75,6 +85,7 @@ class BlockHeader:
     created_unix_ms: int
     writer: bytes
     codec: int
+    codec_data: bytes
     segments: tuple[SegmentSpec, ...]
     checksums: tuple[bytes, ...]
     header_bytes: int
@@ -124,7 +135,7 @@ def encode(
 def seal(target: memoryview, identity: Identity, layout: ObjectLayout, writer: bytes = bytes(WRITER_BYTES)) -> None:
     """Make an object of `target`, whose payload is already in its place: check its sums and write the header."""
     payload = target[layout.header_bytes : layout.object_bytes]
-    checksums = [xxh3_128_digest(payload[spec.offset : spec.offset + spec.size_bytes]) for spec in layout.segments]
+    checksums = payload_checksums(payload, layout.segments)
     target[: layout.header_bytes] = _header(identity, layout, checksums, writer)
 
 
@@ -172,7 +183,7 @@ def read_header(data: memoryview) -> BlockHeader:
     magic, size, version, codec, checksum = _FRONT.unpack_from(data)
     if magic != MAGIC:
         _fail("magic", "not an object of this store")
-    if version != VERSION or codec != CODEC_PLAIN:
+    if version != VERSION or codec not in CODECS:
         _fail("version", f"version {version}, codec {codec}")
     if not FIXED_HEADER_BYTES <= size <= MAX_HEADER_BYTES:
         _fail("bounds", f"a header of {size} bytes")
@@ -228,6 +239,7 @@ def _fields(data: memoryview, codec: int) -> BlockHeader:
         created,
         writer,
         codec,
+        bytes(data[_CODEC_AT:FIXED_HEADER_BYTES]),
         tuple(segments),
         tuple(checksums),
         data.nbytes,
@@ -235,14 +247,44 @@ def _fields(data: memoryview, codec: int) -> BlockHeader:
     )
 
 
+def recode(
+    header: memoryview,
+    parsed: BlockHeader,
+    *,
+    codec: int,
+    fingerprint: bytes = bytes(16),
+    checksums: Sequence[bytes] | None = None,
+    codec_data: bytes = b"",
+) -> None:
+    """Change what depends on the codec in a header that was read, in place, and its checksum. Zeros where nothing is
+    given."""
+    struct.pack_into("<H", header, _FRONT.size - 18, codec)
+    header[_FINGERPRINT_AT : _FINGERPRINT_AT + 16] = fingerprint
+    header[_CODEC_AT:FIXED_HEADER_BYTES] = codec_data.ljust(CODEC_BYTES, b"\0")
+    for index, checksum in enumerate(checksums or [bytes(16)] * len(parsed.segments)):
+        at = FIXED_HEADER_BYTES + index * SEGMENT_ENTRY_BYTES + _CHECKSUM_AT
+        header[at : at + 16] = checksum
+    header[_CHECKED_FRONT_BYTES : _FRONT.size] = _header_checksum(header)
+
+
+def payload_checksums(payload: memoryview, segments: Sequence[SegmentSpec]) -> list[bytes]:
+    return [xxh3_128_digest(payload[spec.offset : spec.offset + spec.size_bytes]) for spec in segments]
+
+
 def check(
-    data: memoryview, key: ObjectKey, layout: ObjectLayout | None = None, token_ids: array[int] | None = None
+    data: memoryview,
+    key: ObjectKey,
+    layout: ObjectLayout | None = None,
+    token_ids: array[int] | None = None,
+    codec: int | None = CODEC_PLAIN,
 ) -> BlockHeader:
     """Return the header of `data`, which is exactly the object of `key`, whole; else raise CorruptObjectError.
 
-    `layout` and `token_ids`, where they are known, are compared too.
+    `layout` and `token_ids`, where they are known, are compared too. `codec` None takes objects of any.
     """
     header = read_header(data)
+    if codec is not None and header.codec != codec:
+        _fail("version", f"codec {header.codec} where {codec} is used")
     if header.object_bytes != data.nbytes:
         _fail("short", f"{data.nbytes} of {header.object_bytes} bytes")
     if header.key != key:
