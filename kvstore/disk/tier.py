@@ -36,6 +36,9 @@ WRITERS = 2
 MIN_FREE_BYTES = 1 << 30
 MAX_QUEUED_BYTES = 256 << 20
 
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What network file systems say that know no locks."""
+
 DiskWork = Callable[[Scratch], Outcome]
 """Does a piece of work; may raise OSError."""
 
@@ -202,6 +205,9 @@ class DiskTier:
         try:
             lock = lock_exclusively(self.place)
         except OSError as error:
+            if shared and error.errno in WITHOUT_LOCKS:
+                log.warning("%s has no file locks (%s): nobody evicts there", self.place.root, error.strerror)
+                return None
             raise TierUnusableError(f"{self.place.root}: {error.strerror}") from error
         if lock is None and not shared:
             raise TierUnusableError(f"{self.place.root} is in use by another process")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from kvstore.tier import Deadline, Put, Tier, TierEvent
 from tests.support.kv_objects import DIGEST, key_of, object_of
 from tests.support.remote_tiers import client_of, name_of, open_remote, remote_tier, running_server, socket_of
 from tests.support.tier_contract import SIZE, TierContract, load, loaded, probe, save, soon, statuses
+from tests.support.tls_relay import Certificates, tls_relay
 from tests.support.until import until
 from tests.support.valkey_server import ValkeyServer
 
@@ -276,3 +277,24 @@ def test_users_that_may_do_little_suffice(server: ValkeyServer) -> None:
             assert statuses(save(tier, range(3))) == ["ok"] * 3
     finally:
         client.acl_deluser("headrace")
+
+
+def test_tls_is_checked_on_both_sides(server: ValkeyServer, tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    certificate, key = certificates.make("client")
+    files = {"ssl_ca_certs": certificates.authority, "ssl_certfile": certificate, "ssl_keyfile": key}
+
+    def url(port: int, names: Iterable[str]) -> str:
+        return f"rediss://127.0.0.1:{port}/0?" + "&".join(f"{name}={files[name]}" for name in names)
+
+    with tls_relay(server.port, certificates) as port:
+        with remote_tier(url(port, files)) as tier:
+            assert statuses(save(tier, range(100))) == ["ok"] * 100
+            assert loaded(tier, range(100)) == ["ok"] * 100
+            assert probe(tier, [key_of(number) for number in range(101)]) == 100
+        # Neither an authority that is not known nor a client without a certificate: nothing is sent to such a server.
+        for some in ([], ["ssl_ca_certs"]):
+            with remote_tier(url(port, some)) as tier:
+                assert set(loaded(tier, [1])) <= {"refused", "failed"}
+    with pytest.raises(TierUnusableError, match="files for TLS"):
+        open_remote("rediss://127.0.0.1?ssl_ca_certs=/nowhere")
