@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from kvstore.object_key import ObjectKey
-from kvstore.remote.names import Selection, epoch_of, field_of, selected, server_name
+from kvstore.remote.names import Selection, epoch_of, field_of, name_frame, selected
 from kvstore.tier import Deadline, EventSink, TierEvent
 
 MAX_DELETIONS = 65_536
 """More than so many at once become drops of whole owners in whole namespaces: memory stays bounded while a server is
 away."""
 
-MAX_SUMS = 10_000
+MAX_FRAMES = 10_000
 ALL = field_of((None, None))
 
 
@@ -27,8 +27,8 @@ class Forgotten:
         self._on_event = on_event
         self._changed = threading.Condition()
         self._epochs: Mapping[bytes, int] | None = None
-        # Epochs by namespace and owner, as far as they were asked for.
-        self._sums: dict[tuple[bytes, bytes], int] = {}
+        # What the names of a namespace's and owner's objects have in common, as far as they were asked for.
+        self._frames: dict[tuple[bytes, bytes], tuple[str, str]] = {}
         self._going: set[ObjectKey] = set()
         self._deletions: deque[ObjectKey] = deque()
         self._selections: list[Selection] = []
@@ -36,11 +36,6 @@ class Forgotten:
     @property
     def knows_epochs(self) -> bool:
         return self._epochs is not None
-
-    @property
-    def pending(self) -> bool:
-        """Whether the server has to be told of something."""
-        return bool(self._going or self._selections)
 
     # Names
 
@@ -71,7 +66,7 @@ class Forgotten:
         with self._changed:
             if any(selected(key, selection) for selection in self._selections):
                 return False
-            return self._epochs is None or epoch == self._epoch(key)
+            return self._epochs is None or epoch == epoch_of(key, self._epochs)
 
     # Forgetting
 
@@ -115,7 +110,7 @@ class Forgotten:
         """Return keys that wait for their deletion, with their names: `deleted` follows, or `delete_again`."""
         with self._changed:
             keys = [self._deletions.popleft() for _ in range(min(count, len(self._deletions)))]
-            return [(key, server_name(key, self._epoch(key))) for key in keys]
+            return [(key, self._current_name(key)) for key in keys]
 
     def deleted(self, keys: Iterable[ObjectKey]) -> None:
         with self._changed:
@@ -149,21 +144,21 @@ class Forgotten:
 
     def _replace(self, epochs: Mapping[bytes, int]) -> None:
         self._epochs = epochs
-        self._sums.clear()
+        self._frames.clear()
 
-    def _epoch(self, key: ObjectKey) -> int:
-        if not self._epochs:
-            return 0
+    def _current_name(self, key: ObjectKey) -> bytes:
+        """Return what `server_name` does: look-ups make hundreds of names."""
         place = (key.namespace, key.owner)
-        if place not in self._sums:
-            if len(self._sums) == MAX_SUMS:
-                self._sums.clear()
-            self._sums[place] = epoch_of(key, self._epochs)
-        return self._sums[place]
+        frame = self._frames.get(place)
+        if frame is None:
+            if len(self._frames) == MAX_FRAMES:
+                self._frames.clear()
+            frame = self._frames[place] = name_frame(key, epoch_of(key, self._epochs or {}))
+        return f"{frame[0]}{key.leaf}{frame[1]}".encode()
 
     def _name(self, key: ObjectKey) -> bytes | None:
         if self._epochs is None or key in self._going:
             return None
-        if any(selected(key, selection) for selection in self._selections):
+        if self._selections and any(selected(key, selection) for selection in self._selections):
             return None
-        return server_name(key, self._epoch(key))
+        return self._current_name(key)

@@ -42,7 +42,13 @@ def epoch_of(key: ObjectKey, epochs: Mapping[bytes, int]) -> int:
 
 
 def server_name(key: ObjectKey, epoch: int) -> bytes:
-    return b"kv1:{%b}:%d" % (key.name.encode(), epoch)
+    front, back = name_frame(key, epoch)
+    return f"{front}{key.leaf}{back}".encode()
+
+
+def name_frame(key: ObjectKey, epoch: int) -> tuple[str, str]:
+    """Return what is before and behind an object's leaf in its name."""
+    return f"kv1:{{{key.namespace.hex()}/{key.owner.hex()}/", f"}}:{epoch}"
 
 
 def parse_name(name: bytes) -> tuple[ObjectKey, int]:
