@@ -18,7 +18,7 @@ from __future__ import annotations
 import struct
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from sys import byteorder
 from typing import NoReturn
@@ -26,7 +26,14 @@ from typing import NoReturn
 from xxhash import xxh3_128, xxh3_128_digest
 
 from kvstore.errors import CorruptObjectError, Fault
-from kvstore.layout import FIXED_HEADER_BYTES, SEGMENT_ENTRY_BYTES, ObjectLayout, SegmentSpec, header_bytes
+from kvstore.layout import (
+    FIXED_HEADER_BYTES,
+    HEADER_BYTES,
+    SEGMENT_ENTRY_BYTES,
+    ObjectLayout,
+    SegmentSpec,
+    header_bytes,
+)
 from kvstore.object_key import ObjectKey
 
 MAGIC = b"HRKVBLK\n"
@@ -37,6 +44,9 @@ CODEC_AES_GCM = 1
 
 CODECS = (CODEC_PLAIN, CODEC_AES_GCM)
 WRITER_BYTES = 8
+
+Arrived = Callable[[int], None]
+"""Returns when so many bytes of an object are there, counted from its front."""
 
 PLANES = ("k", "v", "latent", "index", "scale", "state", "logits")
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
@@ -277,11 +287,16 @@ def check(
     layout: ObjectLayout | None = None,
     token_ids: array[int] | None = None,
     codec: int | None = CODEC_PLAIN,
+    arrived: Arrived | None = None,
 ) -> BlockHeader:
     """Return the header of `data`, which is exactly the object of `key`, whole; else raise CorruptObjectError.
 
-    `layout` and `token_ids`, where they are known, are compared too. `codec` None takes objects of any.
+    `layout` and `token_ids`, where they are known, are compared too. `codec` None takes objects of any. With `arrived`
+    the object may still be on its way: a segment's sum is taken while it is in the processor's caches.
     """
+    if arrived is not None:
+        arrived(min(HEADER_BYTES, data.nbytes))
+        arrived(min(max(HEADER_BYTES, _claimed_header_bytes(data)), data.nbytes))
     header = read_header(data)
     if codec is not None and header.codec != codec:
         _fail("version", f"codec {header.codec} where {codec} is used")
@@ -295,9 +310,16 @@ def check(
         _fail("tokens", "the object of other tokens")
     payload = data[header.header_bytes :]
     for spec, checksum in zip(header.segments, header.checksums, strict=True):
+        if arrived is not None:
+            arrived(header.header_bytes + spec.offset + spec.size_bytes)
         if xxh3_128_digest(payload[spec.offset : spec.offset + spec.size_bytes]) != checksum:
             _fail("payload", f"the checksum of {spec.plane} of layer {spec.layer} differs")
     return header
+
+
+def _claimed_header_bytes(data: memoryview) -> int:
+    """Return how long the header says that it is: as much of `data` has to be there before it can be read."""
+    return int(_FRONT.unpack_from(data)[1]) if data.nbytes >= _FRONT.size else 0
 
 
 def segment_views(data: memoryview, layout: ObjectLayout) -> list[memoryview]:

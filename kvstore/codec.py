@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvstore.block_format import check
+from kvstore.block_format import Arrived, check
 from kvstore.object_key import ObjectKey
 
 
@@ -18,9 +18,9 @@ class ObjectCodec(Protocol):
         object."""
         ...
 
-    def open(self, data: memoryview, key: ObjectKey) -> None:
-        """Turn what was kept into the object of `key`, in place, every byte of it checked. Raises CorruptObjectError,
-        and then `data` may hold anything."""
+    def open(self, data: memoryview, key: ObjectKey, arrived: Arrived | None = None) -> None:
+        """Turn what was kept into the object of `key`, in place, every byte of it checked. With `arrived` it may still
+        be on its way. Raises CorruptObjectError, and then `data` may hold anything, and what `arrived` raises."""
         ...
 
 
@@ -30,5 +30,5 @@ class PlainCodec:
     def seal(self, key: ObjectKey, parts: Sequence[memoryview]) -> Sequence[memoryview]:
         return parts
 
-    def open(self, data: memoryview, key: ObjectKey) -> None:
-        check(data, key)
+    def open(self, data: memoryview, key: ObjectKey, arrived: Arrived | None = None) -> None:
+        check(data, key, arrived=arrived)

@@ -25,6 +25,7 @@ from pathlib import Path
 from kvstore.block_format import (
     CODEC_AES_GCM,
     CODEC_PLAIN,
+    Arrived,
     BlockHeader,
     check,
     payload_checksums,
@@ -83,8 +84,8 @@ class AesGcmCodec:
         )
         return [memoryview(header), payload]
 
-    def open(self, data: memoryview, key: ObjectKey) -> None:
-        parsed = check(data, key, codec=CODEC_AES_GCM)
+    def open(self, data: memoryview, key: ObjectKey, arrived: Arrived | None = None) -> None:
+        parsed = check(data, key, codec=CODEC_AES_GCM, arrived=arrived)
         fingerprint, plain = self._decrypt(data, parsed)
         header, payload = data[: parsed.header_bytes], data[parsed.header_bytes :]
         payload[:] = plain

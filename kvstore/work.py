@@ -88,7 +88,7 @@ class WorkQueue(Generic[T]):
     def done(self, job: Job[T]) -> None:
         with self._lock:
             self._running.remove(job)
-            if not self._waiting["load"]:
+            if self._waiting["save"] and not self._waiting["load"]:
                 self._came["save"].notify_all()
             self._changed.notify_all()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,13 @@ from kvstore.tier import Deadline, Outcome
 from kvstore.work import Job
 
 MAX_REPLY_BYTES = 4096
+UNDER_WAY_BYTES = 3 << 20
+"""What one connection has asked for and not received: enough that the server need not wait for the next question, and
+little enough that others need not wait long for the server."""
+
+READ_BYTES = 128 << 10
+"""What is received at once: little enough to be in the processor's caches when it is checked."""
+
 SETTLE_S = 1.0
 """How long a save waits until the server has forgotten an earlier object of the same name."""
 
@@ -38,38 +46,47 @@ class Loading:
         self._ttl_ms = b"%d" % ttl_ms
 
     def __call__(self, link: Link, pieces: Pieces[Piece], count: int) -> bool | None:
-        asked, commands = [], []
+        waiting, asked = deque[tuple[Job[Piece], bytes]](), deque[Job[Piece]]()
         for job in pieces.first(count):
             name = self._forgotten.name(job.work.key)
             if name is None:
                 pieces.end(job, Outcome("miss"))
             else:
-                asked.append(job)
-                commands.append(command(b"GETEX", name, b"PX", self._ttl_ms))
-        if not asked:
+                waiting.append((job, command(b"GETEX", name, b"PX", self._ttl_ms)))
+        if not waiting:
             return None
-        link.send(commands, asked[0].deadline)
-        for job in asked:
+        while (waiting or asked) and not link.is_spent:
+            self._ask(link, waiting, asked)
+            job = asked.popleft()
             pieces.end(job, self._receive(link, job))
-            if link.is_spent:
-                break
         return True
+
+    @staticmethod
+    def _ask(link: Link, waiting: deque[tuple[Job[Piece], bytes]], asked: deque[Job[Piece]]) -> None:
+        """Ask for the next objects, as long as not too much is under way."""
+        commands, under_way = [], sum(job.size_bytes for job in asked)
+        while waiting and (not asked or under_way + waiting[0][0].size_bytes <= UNDER_WAY_BYTES):
+            job, one = waiting.popleft()
+            asked.append(job)
+            commands.append(one)
+            under_way += job.size_bytes
+        if commands:
+            link.send(commands, asked[0].deadline)
 
     def _receive(self, link: Link, job: Job[Piece]) -> Outcome:
         key, (target,) = job.work.key, job.work.views
         try:
-            if not self._fill(link, target, job.deadline):
+            if not self._take(link, key, target, job.deadline):
                 self._forgotten.missing(key)
                 return Outcome("miss")
-            self._codec.open(target, key)
         except CorruptObjectError as error:
             self._condemn(key, error)
             return Outcome("corrupt", detail=str(error))
         return Outcome("ok", target.nbytes)
 
-    @staticmethod
-    def _fill(link: Link, target: memoryview, deadline: Deadline) -> bool:
-        """Receive an object, if there is one. Raises CorruptObjectError, LinkBrokenError and ErrorReplyError."""
+    def _take(self, link: Link, key: ObjectKey, target: memoryview, deadline: Deadline) -> bool:
+        """Receive an object, if there is one, and check it meanwhile. Raises CorruptObjectError, LinkBrokenError and
+        ErrorReplyError."""
         try:
             size = link.bulk_size(deadline)
         except ErrorReplyError as error:
@@ -81,7 +98,20 @@ class Loading:
         if size != target.nbytes:
             link.skip(size, deadline)
             raise CorruptObjectError("short", f"{size} bytes instead of {target.nbytes}")
-        link.read_into(target, deadline)
+        at = 0
+
+        def arrived(stop: int) -> None:
+            nonlocal at
+            if stop > at:
+                start, at = at, min(size, max(stop, at + READ_BYTES))
+                link.read_part(target[start:at], deadline)
+
+        try:
+            self._codec.open(target, key, arrived)
+        except CorruptObjectError:
+            link.skip(size - at, deadline)
+            raise
+        link.end_string(deadline)
         return True
 
 

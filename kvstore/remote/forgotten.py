@@ -46,14 +46,16 @@ class Forgotten:
 
     def names(self, keys: Iterable[ObjectKey]) -> list[bytes]:
         """Return the names of the leading keys, up to one that is forgotten."""
-        found = []
         with self._changed:
+            if self._epochs is not None and not self._going and not self._selections:
+                return self._current_names(keys)
+            found = []
             for key in keys:
                 name = self._name(key)
                 if name is None:
                     break
                 found.append(name)
-        return found
+            return found
 
     def wait_name(self, key: ObjectKey, deadline: Deadline) -> bytes | None:
         """Return the name once the server knows that an earlier object of the key is gone, None at the deadline."""
@@ -110,7 +112,7 @@ class Forgotten:
         """Return keys that wait for their deletion, with their names: `deleted` follows, or `delete_again`."""
         with self._changed:
             keys = [self._deletions.popleft() for _ in range(min(count, len(self._deletions)))]
-            return [(key, self._current_name(key)) for key in keys]
+            return list(zip(keys, self._current_names(keys), strict=True))
 
     def deleted(self, keys: Iterable[ObjectKey]) -> None:
         with self._changed:
@@ -146,19 +148,28 @@ class Forgotten:
         self._epochs = epochs
         self._frames.clear()
 
-    def _current_name(self, key: ObjectKey) -> bytes:
-        """Return what `server_name` does: look-ups make hundreds of names."""
+    def _current_names(self, keys: Iterable[ObjectKey]) -> list[bytes]:
+        """Return what `server_name` does, for hundreds of keys that mostly are of one place."""
+        found, namespace, owner, front, back = [], b"", b"", "", ""
+        for key in keys:
+            if key.namespace is not namespace or key.owner is not owner:
+                namespace, owner = key.namespace, key.owner
+                front, back = self._frame(key)
+            found.append(f"{front}{key.leaf}{back}".encode())
+        return found
+
+    def _frame(self, key: ObjectKey) -> tuple[str, str]:
         place = (key.namespace, key.owner)
         frame = self._frames.get(place)
         if frame is None:
             if len(self._frames) == MAX_FRAMES:
                 self._frames.clear()
             frame = self._frames[place] = name_frame(key, epoch_of(key, self._epochs or {}))
-        return f"{frame[0]}{key.leaf}{frame[1]}".encode()
+        return frame
 
     def _name(self, key: ObjectKey) -> bytes | None:
         if self._epochs is None or key in self._going:
             return None
         if self._selections and any(selected(key, selection) for selection in self._selections):
             return None
-        return self._current_name(key)
+        return self._current_names((key,))[0]

@@ -66,6 +66,8 @@ class Link:
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._stop = 0
+        # The kernel's time-outs as they are set, in microseconds.
+        self._allowed: dict[int, int] = {}
         self.received_bytes = 0
         self.is_spent = False
         """In the middle of a string that is not worth reading: there is nothing left to do but to close it."""
@@ -127,13 +129,17 @@ class Link:
 
     def read_into(self, target: memoryview, deadline: Deadline) -> None:
         """Fill `target` with a string that was announced with its size."""
+        self.read_part(target, deadline)
+        self.end_string(deadline)
+
+    def read_part(self, target: memoryview, deadline: Deadline) -> None:
+        """Fill `target` with the next bytes of a string; `end_string` follows behind its last one."""
         buffered = min(self._stop - self._start, target.nbytes)
         target[:buffered] = self._view[self._start : self._start + buffered]
         self._start += buffered
         at = buffered
         while at < target.nbytes:
             at += self._receive(target[at:], deadline, whole=True)
-        self._end_of_string(deadline)
 
     def skip(self, size: int, deadline: Deadline) -> None:
         """Pass over a string that was announced with its size, or leave it and be spent."""
@@ -145,9 +151,10 @@ class Link:
             self._start = self._stop = 0
             self._stop = self._receive(self._view, deadline)
         self._start += size
-        self._end_of_string(deadline)
+        self.end_string(deadline)
 
-    def _end_of_string(self, deadline: Deadline) -> None:
+    def end_string(self, deadline: Deadline) -> None:
+        """Pass over what is behind a string."""
         while self._stop - self._start < 2:
             self._more(deadline)
         if self._buffer[self._start : self._start + 2] != b"\r\n":
@@ -228,7 +235,9 @@ class Link:
             self._sock.settimeout(seconds)
         else:
             micros = int(seconds * 1e6) + 1
-            self._sock.setsockopt(socket.SOL_SOCKET, which, struct.pack("ll", *divmod(micros, 1_000_000)))
+            if micros != self._allowed.get(which):
+                self._allowed[which] = micros
+                self._sock.setsockopt(socket.SOL_SOCKET, which, struct.pack("ll", *divmod(micros, 1_000_000)))
 
 
 def command(*arguments: bytes) -> bytes:
