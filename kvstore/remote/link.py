@@ -242,7 +242,7 @@ class Link:
 
 def command(*arguments: bytes) -> bytes:
     """Return a command as it is sent."""
-    return b"*%d\r\n" % len(arguments) + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in arguments)
+    return b"*%d\r\n" % len(arguments) + b"".join([b"$%d\r\n%b\r\n" % (len(one), one) for one in arguments])
 
 
 def _number(text: bytes) -> int:
