@@ -8,6 +8,7 @@ live that every use renews.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -34,7 +35,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TTL_S = 24 * 3600.0
-READERS = 4
+READERS = min(4, max(2, os.cpu_count() or 2))
+"""They copy and check: more of them than there are cores only make others wait."""
+
 WRITERS = 2
 MAX_OBJECT_BYTES = 8 << 20
 LARGEST_OBJECT_BYTES = 64 << 20
