@@ -14,8 +14,8 @@ class ObjectCodec(Protocol):
     """Called from all of a tier's threads at once."""
 
     def seal(self, key: ObjectKey, parts: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Return what is kept instead of `parts`, which has the same size. Raises CorruptObjectError for what is no
-        object."""
+        """Return what is kept instead of `parts`, which has the same size and is good until this thread calls again.
+        Raises CorruptObjectError for what is no object."""
         ...
 
     def open(self, data: memoryview, key: ObjectKey, arrived: Arrived | None = None) -> None:

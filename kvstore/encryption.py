@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,14 +61,17 @@ class AesGcmCodec:
         self._aes, self._gcm, self._cipher, self._invalid = algorithms.AES256, modes.GCM, Cipher, InvalidTag
         self._hkdf, self._sha256, self._secret = HKDF, SHA256, secret
         self._keys: dict[bytes, bytes] = {}
+        self._scratch = threading.local()
 
     def seal(self, key: ObjectKey, parts: Sequence[memoryview]) -> Sequence[memoryview]:
-        plain = memoryview(b"".join(parts))
+        plain = (
+            parts[0] if len(parts) == 1 else _joined(parts, self._memory("plain", sum(part.nbytes for part in parts)))
+        )
         parsed = read_header(plain)
         if parsed.key != key or parsed.codec != CODEC_PLAIN or parsed.object_bytes != plain.nbytes:
             raise CorruptObjectError("identity", "not the plain object of its key")
         nonce = os.urandom(NONCE_BYTES)
-        header, payload = bytearray(plain[: parsed.header_bytes]), memoryview(bytearray(parsed.payload_bytes))
+        header, payload = bytearray(plain[: parsed.header_bytes]), self._memory("result", parsed.payload_bytes)
         recode(memoryview(header), parsed, codec=CODEC_AES_GCM, codec_data=nonce)
         encryptor = self._cipher(self._aes(self._key(key.owner)), self._gcm(nonce)).encryptor()
         encryptor.authenticate_additional_data(header)
@@ -100,7 +104,7 @@ class AesGcmCodec:
     def _decrypt(self, data: memoryview, parsed: BlockHeader) -> tuple[bytes, memoryview]:
         """Return fingerprint and payload. Nothing of what is decrypted is used before all of it is authentic."""
         nonce, tag = parsed.codec_data[:NONCE_BYTES], parsed.codec_data[NONCE_BYTES:][:TAG_BYTES]
-        header, plain = bytearray(data[: parsed.header_bytes]), memoryview(bytearray(parsed.payload_bytes))
+        header, plain = bytearray(data[: parsed.header_bytes]), self._memory("result", parsed.payload_bytes)
         recode(memoryview(header), parsed, codec=CODEC_AES_GCM, codec_data=nonce)
         decryptor = self._cipher(self._aes(self._key(parsed.key.owner)), self._gcm(nonce, tag)).decryptor()
         decryptor.authenticate_additional_data(header)
@@ -112,6 +116,14 @@ class AesGcmCodec:
             raise CorruptObjectError("cipher", "not encrypted with this secret, or changed since") from None
         return fingerprint, plain
 
+    def _memory(self, name: str, size: int) -> memoryview:
+        """Return a thread's own memory: fresh pages for every object would cost more than its encryption."""
+        memory: memoryview | None = getattr(self._scratch, name, None)
+        if memory is None or memory.nbytes < size:
+            memory = memoryview(bytearray(size))
+            setattr(self._scratch, name, memory)
+        return memory[:size]
+
     def _key(self, owner: bytes) -> bytes:
         found = self._keys.get(owner)
         if found is None:
@@ -120,6 +132,14 @@ class AesGcmCodec:
             found = self._hkdf(self._sha256(), KEY_BYTES, salt=None, info=_PURPOSE + owner).derive(self._secret)
             self._keys[owner] = found
         return found
+
+
+def _joined(parts: Sequence[memoryview], target: memoryview) -> memoryview:
+    at = 0
+    for part in parts:
+        target[at : at + part.nbytes] = part
+        at += part.nbytes
+    return target
 
 
 def read_secret(path: Path) -> bytes:

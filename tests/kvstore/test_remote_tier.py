@@ -19,6 +19,7 @@ from kvstore.remote.names import EPOCHS
 from kvstore.remote.tier import RemoteTier
 from kvstore.tier import Deadline, Put, Tier, TierEvent
 from tests.support.kv_objects import DIGEST, key_of, object_of
+from tests.support.lying_server import lying_server
 from tests.support.remote_tiers import client_of, name_of, open_remote, remote_tier, running_server, socket_of
 from tests.support.tier_contract import SIZE, TierContract, load, loaded, probe, save, soon, statuses
 from tests.support.tls_relay import Certificates, tls_relay
@@ -199,6 +200,21 @@ def test_tiers_leave_no_descriptors_and_threads(server: ValkeyServer) -> None:
     first = open_and_use()
     assert [open_and_use() for _ in range(3)] == [first] * 3
     assert first[1] == 0
+
+
+def test_connections_that_fail_leave_no_descriptors(tmp_path: Path) -> None:
+    """Nobody answers, nobody is there, or no TLS is spoken."""
+    with lying_server() as server, remote_tier(server.url) as plain:
+        server.answers[b"GETEX"] = b"nonsense\r\n"
+        begun = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            assert set(loaded(plain, range(3))) <= {"failed", "refused"}
+        for url in (f"unix://{tmp_path}/nobody", server.url.replace("redis://", "rediss://")):
+            for _ in range(5):
+                with remote_tier(url) as tier:
+                    assert loaded(tier, [1]) == ["refused"]
+        # One of its own connections may be there or not, and the server's end of it.
+        assert len(os.listdir("/proc/self/fd")) <= begun + 2 * (len(plain._threads) + 1)
 
 
 # Which servers are taken
