@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore.batch import Batch
-from kvstore.remote import upkeep
-from kvstore.remote.forgotten import MAX_DELETIONS, Forgotten
+from kvstore.remote import forgotten, lanes, upkeep
+from kvstore.remote.forgotten import Forgotten
 from kvstore.remote.names import EPOCHS
 from kvstore.remote.tier import RemoteTier
 from kvstore.tier import Deadline, Put, Status, TierEvent
@@ -256,16 +256,33 @@ def test_errands_that_are_answered_wrongly(lie: str, monkeypatch: pytest.MonkeyP
         assert statuses(save(tier, [1], Deadline.after(0.2)))[0] in NOT_DONE
 
 
-def test_deletions_that_cannot_be_told_take_bounded_memory() -> None:
+def test_deletions_that_cannot_be_told_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgotten, "MAX_DELETIONS", 100)
     events: list[TierEvent] = []
-    forgotten = Forgotten(events.append)
-    forgotten.learn({})
-    forgotten.delete([key_of(number) for number in range(MAX_DELETIONS + 3)])
-    key = key_of(MAX_DELETIONS + 1)
-    assert forgotten.name(key) is None
-    assert len(forgotten.next_deletions(MAX_DELETIONS + 3)) == MAX_DELETIONS
-    assert forgotten.next_drop() == (key.namespace, key.owner)
-    assert len(events) == MAX_DELETIONS + 3
+    gone = Forgotten(events.append)
+    gone.learn({})
+    gone.delete([key_of(number) for number in range(103)])
+    key = key_of(101)
+    assert gone.name(key) is None
+    assert len(gone.next_deletions(1000)) == 100
+    assert gone.next_drop() == (key.namespace, key.owner)
+    assert len(events) == 103
+
+
+@pytest.mark.parametrize(("patience_s", "counts"), [(1000.0, False), (0.0, True)])
+def test_too_little_time_says_nothing_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float, counts: bool
+) -> None:
+    """A load that ends at its deadline counts as a failure only after so long that the server had its chance."""
+    monkeypatch.setattr(lanes, "PATIENCE_S", patience_s)
+    with lying_server() as server, remote_tier(server.url, readers=1) as tier:
+        server.answers[b"GETEX"] = b""
+        for _ in range(4):
+            assert set(statuses(load(tier, [key_of(1)], Deadline.after(0.02))[0])) <= {"late", "refused"}
+        if counts:
+            breaker_opens(tier, 0.02)
+        else:
+            assert tier.stats().load_breaker == "closed"
 
 
 # Bits that are not as they were
