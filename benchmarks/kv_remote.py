@@ -51,8 +51,8 @@ SMALL_OPS = 3000
 
 SETTINGS = {"maxmemory": "8gb", "maxmemory_policy": "allkeys-lru"}
 
-LEAST = {"of bare": 0.8, "of redis-py": 1.5}
-"""Rates: ours by the other's."""
+LEAST = {"GET of bare": 0.8, "SET of bare": 0.8, "GET of redis-py": 1.5}
+"""Rates: ours by the other's. redis-py sends as fast as one server takes it, so that SET has no bar beside it."""
 
 MOST = {"lookup": 2.0, "small GET": 5.0}
 """Times: ours by the limit's, busy by idle."""
@@ -172,7 +172,9 @@ def _bulk(
         passes = [{who: rate(work, empty=verb == "SET") for who, work in works.items()} for _ in range(PASSES)]
         rates = {who: statistics.median(one[who] for one in passes) for who in works}
         for other in ("bare", "redis-py"):
-            figure = figures.setdefault(f"{name} {verb} of {other}", Figure("GB/s", least=LEAST[f"of {other}"]))
+            figure = figures.setdefault(
+                f"{name} {verb} of {other}", Figure("GB/s", least=LEAST.get(f"{verb} of {other}"))
+            )
             figure.add(rates[other], rates["ours"])
     tier.close(Deadline.after(LIMIT_S))
     client.close()
