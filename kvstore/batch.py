@@ -41,7 +41,8 @@ class Batch:
             self.outcomes[index] = outcome
             self._open -= 1
             settled = not self._open
-            self._condition.notify_all()
+            if settled:
+                self._condition.notify_all()
         if settled and self._on_settled is not None:
             self._on_settled(self)
 

@@ -4,6 +4,7 @@
         magic, size, version, checksum of all other bytes of the header
         identity: the object's key, the chain's value before its first block, its tokens' place, number and fingerprint
         origin: time and writer; codec; size of the payload
+        what the codec keeps: nothing for plain objects
         one entry for each segment: plane, layer, dtype, shape, offset, size, checksum
     payload   the segments, without gaps
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import struct
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from sys import byteorder
 from typing import NoReturn
@@ -25,13 +26,27 @@ from typing import NoReturn
 from xxhash import xxh3_128, xxh3_128_digest
 
 from kvstore.errors import CorruptObjectError, Fault
-from kvstore.layout import FIXED_HEADER_BYTES, SEGMENT_ENTRY_BYTES, ObjectLayout, SegmentSpec, header_bytes
+from kvstore.layout import (
+    FIXED_HEADER_BYTES,
+    HEADER_BYTES,
+    SEGMENT_ENTRY_BYTES,
+    ObjectLayout,
+    SegmentSpec,
+    header_bytes,
+)
 from kvstore.object_key import ObjectKey
 
 MAGIC = b"HRKVBLK\n"
 VERSION = 1
 CODEC_PLAIN = 0
+CODEC_AES_GCM = 1
+"""Payload and fingerprint are encrypted, and the checksums are those of the encrypted bytes (kvstore/encryption.py)."""
+
+CODECS = (CODEC_PLAIN, CODEC_AES_GCM)
 WRITER_BYTES = 8
+
+Arrived = Callable[[int], None]
+"""Returns when so many bytes of an object are there, counted from its front."""
 
 PLANES = ("k", "v", "latent", "index", "scale", "state", "logits")
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
@@ -46,7 +61,12 @@ _IDENTITY = struct.Struct("<32s16s32s32sHHHHHHIQI16sQ8sIQ")
 # plane, dtype, layer, shape, offset, size, checksum
 _ENTRY = struct.Struct("<BBHIIIIQQ16s")
 
-assert _FRONT.size + _IDENTITY.size <= FIXED_HEADER_BYTES
+_FINGERPRINT_AT = _FRONT.size + struct.calcsize("<32s16s32s32sHHHHHHIQI")
+_CHECKSUM_AT = struct.calcsize("<BBHIIIIQQ")
+_CODEC_AT = _FRONT.size + _IDENTITY.size
+CODEC_BYTES = FIXED_HEADER_BYTES - _CODEC_AT
+
+assert CODEC_BYTES >= 64
 assert _ENTRY.size <= SEGMENT_ENTRY_BYTES
 
 MAX_HEADER_BYTES = 1 << 20
@@ -75,6 +95,7 @@ class BlockHeader:
     created_unix_ms: int
     writer: bytes
     codec: int
+    codec_data: bytes
     segments: tuple[SegmentSpec, ...]
     checksums: tuple[bytes, ...]
     header_bytes: int
@@ -124,7 +145,7 @@ def encode(
 def seal(target: memoryview, identity: Identity, layout: ObjectLayout, writer: bytes = bytes(WRITER_BYTES)) -> None:
     """Make an object of `target`, whose payload is already in its place: check its sums and write the header."""
     payload = target[layout.header_bytes : layout.object_bytes]
-    checksums = [xxh3_128_digest(payload[spec.offset : spec.offset + spec.size_bytes]) for spec in layout.segments]
+    checksums = payload_checksums(payload, layout.segments)
     target[: layout.header_bytes] = _header(identity, layout, checksums, writer)
 
 
@@ -172,7 +193,7 @@ def read_header(data: memoryview) -> BlockHeader:
     magic, size, version, codec, checksum = _FRONT.unpack_from(data)
     if magic != MAGIC:
         _fail("magic", "not an object of this store")
-    if version != VERSION or codec != CODEC_PLAIN:
+    if version != VERSION or codec not in CODECS:
         _fail("version", f"version {version}, codec {codec}")
     if not FIXED_HEADER_BYTES <= size <= MAX_HEADER_BYTES:
         _fail("bounds", f"a header of {size} bytes")
@@ -228,6 +249,7 @@ def _fields(data: memoryview, codec: int) -> BlockHeader:
         created,
         writer,
         codec,
+        bytes(data[_CODEC_AT:FIXED_HEADER_BYTES]),
         tuple(segments),
         tuple(checksums),
         data.nbytes,
@@ -235,14 +257,49 @@ def _fields(data: memoryview, codec: int) -> BlockHeader:
     )
 
 
+def recode(
+    header: memoryview,
+    parsed: BlockHeader,
+    *,
+    codec: int,
+    fingerprint: bytes = bytes(16),
+    checksums: Sequence[bytes] | None = None,
+    codec_data: bytes = b"",
+) -> None:
+    """Change what depends on the codec in a header that was read, in place, and its checksum. Zeros where nothing is
+    given."""
+    struct.pack_into("<H", header, _FRONT.size - 18, codec)
+    header[_FINGERPRINT_AT : _FINGERPRINT_AT + 16] = fingerprint
+    header[_CODEC_AT:FIXED_HEADER_BYTES] = codec_data.ljust(CODEC_BYTES, b"\0")
+    for index, checksum in enumerate(checksums or [bytes(16)] * len(parsed.segments)):
+        at = FIXED_HEADER_BYTES + index * SEGMENT_ENTRY_BYTES + _CHECKSUM_AT
+        header[at : at + 16] = checksum
+    header[_CHECKED_FRONT_BYTES : _FRONT.size] = _header_checksum(header)
+
+
+def payload_checksums(payload: memoryview, segments: Sequence[SegmentSpec]) -> list[bytes]:
+    return [xxh3_128_digest(payload[spec.offset : spec.offset + spec.size_bytes]) for spec in segments]
+
+
 def check(
-    data: memoryview, key: ObjectKey, layout: ObjectLayout | None = None, token_ids: array[int] | None = None
+    data: memoryview,
+    key: ObjectKey,
+    layout: ObjectLayout | None = None,
+    token_ids: array[int] | None = None,
+    codec: int | None = CODEC_PLAIN,
+    arrived: Arrived | None = None,
 ) -> BlockHeader:
     """Return the header of `data`, which is exactly the object of `key`, whole; else raise CorruptObjectError.
 
-    `layout` and `token_ids`, where they are known, are compared too.
+    `layout` and `token_ids`, where they are known, are compared too. `codec` None takes objects of any. With `arrived`
+    the object may still be on its way: a segment's sum is taken while it is in the processor's caches.
     """
+    if arrived is not None:
+        arrived(min(HEADER_BYTES, data.nbytes))
+        arrived(min(max(HEADER_BYTES, _claimed_header_bytes(data)), data.nbytes))
     header = read_header(data)
+    if codec is not None and header.codec != codec:
+        _fail("version", f"codec {header.codec} where {codec} is used")
     if header.object_bytes != data.nbytes:
         _fail("short", f"{data.nbytes} of {header.object_bytes} bytes")
     if header.key != key:
@@ -253,9 +310,16 @@ def check(
         _fail("tokens", "the object of other tokens")
     payload = data[header.header_bytes :]
     for spec, checksum in zip(header.segments, header.checksums, strict=True):
+        if arrived is not None:
+            arrived(header.header_bytes + spec.offset + spec.size_bytes)
         if xxh3_128_digest(payload[spec.offset : spec.offset + spec.size_bytes]) != checksum:
             _fail("payload", f"the checksum of {spec.plane} of layer {spec.layer} differs")
     return header
+
+
+def _claimed_header_bytes(data: memoryview) -> int:
+    """Return how long the header says that it is: as much of `data` has to be there before it can be read."""
+    return int(_FRONT.unpack_from(data)[1]) if data.nbytes >= _FRONT.size else 0
 
 
 def segment_views(data: memoryview, layout: ObjectLayout) -> list[memoryview]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Fault = Literal["short", "magic", "version", "header", "bounds", "identity", "tokens", "payload"]
+Fault = Literal["short", "magic", "version", "header", "bounds", "identity", "tokens", "payload", "cipher"]
 
 
 class StoreError(Exception):

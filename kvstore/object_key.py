@@ -8,6 +8,7 @@ Names are made of hex digits alone: no text of a user or of a model ever gets in
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 import msgspec
 
@@ -15,6 +16,12 @@ from kvstore.keys import KEY_BYTES, OWNER_BYTES
 
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{32})/([0-9a-f]{64})([0-9a-f]{2})([0-9a-f]{4})" + r"([0-9a-f]{4})" * 4)
 MAX_COORDINATE = 0xFFFF
+
+
+@lru_cache(maxsize=1024)
+def _coordinates(group: int, span: int, layer_start: int, layer_stop: int, head_start: int, head_stop: int) -> str:
+    """Return what all objects of one part of a layout have in common: a look-up makes hundreds of names."""
+    return f"{group:02x}{span:04x}{layer_start:04x}{layer_stop:04x}{head_start:04x}{head_stop:04x}"
 
 
 class ObjectKey(msgspec.Struct, frozen=True, array_like=True, gc=False, cache_hash=True):
@@ -48,9 +55,8 @@ class ObjectKey(msgspec.Struct, frozen=True, array_like=True, gc=False, cache_ha
     @property
     def leaf(self) -> str:
         """The last part of the name, 86 hex digits: unique within namespace and owner."""
-        return (
-            f"{self.block.hex()}{self.group:02x}{self.span:04x}"
-            f"{self.layer_start:04x}{self.layer_stop:04x}{self.head_start:04x}{self.head_stop:04x}"
+        return self.block.hex() + _coordinates(
+            self.group, self.span, self.layer_start, self.layer_stop, self.head_start, self.head_stop
         )
 
     @property

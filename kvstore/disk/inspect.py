@@ -109,7 +109,8 @@ def header_of(place: Place, found: FoundObject) -> BlockHeader:
 
 
 def verify(place: Place) -> Iterator[tuple[FoundObject, CorruptObjectError | OSError | None]]:
-    """Read every object and check every byte; yield each with what is wrong with it. What is deleted meanwhile by its
+    """Read every object and check every byte; yield each with what is wrong with it. Encrypted objects are checked as
+    they lie there. What is deleted meanwhile by its
     owner is left out. Raises OSError for a directory that cannot be read."""
     files, scratch, memory = ObjectFiles(place, direct=False), Scratch(), Scratch()
     for found in place.walk():
@@ -120,7 +121,7 @@ def verify(place: Place) -> Iterator[tuple[FoundObject, CorruptObjectError | OSE
         try:
             # "Now" is when it was last used: looking is no use, and must not keep it from eviction.
             files.read(place.path_of(found.key), target, scratch, found.modified_s)
-            check(target, found.key)
+            check(target, found.key, codec=None)
         except FileNotFoundError:
             continue
         except (CorruptObjectError, OSError) as error:

@@ -14,20 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvstore.block_format import check
 from kvstore.books import Books, Quotas
 from kvstore.breaker import Breaker
+from kvstore.codec import ObjectCodec, PlainCodec
 from kvstore.counters import TierCounters
 from kvstore.disk.files import ObjectFiles, Scratch, padded, takes_direct, unlink
 from kvstore.disk.held import HeldObjects
 from kvstore.disk.place import Place, lock_exclusively
 from kvstore.disk.upkeep import Space, Upkeep
-from kvstore.disk.work import Job, Kind, WorkQueue
 from kvstore.errors import CorruptObjectError, TierUnusableError
 from kvstore.eviction import LRU, Eviction
 from kvstore.namespace import Namespace
 from kvstore.object_key import ObjectKey
 from kvstore.tier import Deadline, EventSink, Outcome, Put, Report, TierName, TierStats, Want
+from kvstore.work import Job, Kind, WorkQueue
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,12 @@ WRITERS = 2
 MIN_FREE_BYTES = 1 << 30
 MAX_QUEUED_BYTES = 256 << 20
 
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What network file systems say that know no locks."""
+
+DiskWork = Callable[[Scratch], Outcome]
+"""Does a piece of work; may raise OSError."""
+
 
 class DiskTier:
     """Objects as files below `root`, at most `capacity_bytes` of them, and at least `min_free_bytes` of the file system
@@ -43,7 +49,7 @@ class DiskTier:
 
     A `shared` directory may be used by several processes and machines: of those one counts and evicts, and the others
     find objects by asking the file system. `direct` None passes the page cache by where the file system allows it.
-    `max_queued_bytes` bounds what saves keep waiting; more is refused.
+    `max_queued_bytes` bounds what saves keep waiting; more is refused. `codec` may encrypt (kvstore/encryption.py).
     """
 
     def __init__(
@@ -61,11 +67,13 @@ class DiskTier:
         readers: int = READERS,
         writers: int = WRITERS,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
+        codec: ObjectCodec | None = None,
     ) -> None:
         self.name: TierName = "remote" if shared else "disk"
         self.place = Place(root)
         self.place.create()
         self._capacity_bytes, self._max_queued_bytes = capacity_bytes, max_queued_bytes
+        self._codec = codec or PlainCodec()
         lock = self._open(shared)
         try:
             self.direct = takes_direct(self.place) if direct is None else direct
@@ -78,7 +86,7 @@ class DiskTier:
         self._files = ObjectFiles(self.place, direct=self.direct, sync=sync)
         self._counters = TierCounters()
         self._breakers: dict[Kind, Breaker] = {"load": Breaker(), "save": Breaker()}
-        self._queue = WorkQueue()
+        self._queue = WorkQueue[DiskWork]()
         self._held = HeldObjects(
             Books(capacity_bytes, quotas, policy),
             capacity_bytes,
@@ -114,7 +122,7 @@ class DiskTier:
         def finish(outcome: Outcome, busy_s: float) -> None:
             report(0, outcome if outcome.status == "ok" else Outcome(outcome.status, known, outcome.detail))
 
-        job = Job("load", work, finish, deadline)
+        job = Job[DiskWork]("load", work, finish, deadline)
         if not self._queue.put("load", [job]):
             finish(Outcome("cancelled"), 0.0)
 
@@ -197,6 +205,9 @@ class DiskTier:
         try:
             lock = lock_exclusively(self.place)
         except OSError as error:
+            if shared and error.errno in WITHOUT_LOCKS:
+                log.warning("%s has no file locks (%s): nobody evicts there", self.place.root, error.strerror)
+                return None
             raise TierUnusableError(f"{self.place.root}: {error.strerror}") from error
         if lock is None and not shared:
             raise TierUnusableError(f"{self.place.root} is in use by another process")
@@ -204,7 +215,7 @@ class DiskTier:
 
     # The threads
 
-    def _put(self, kind: Kind, jobs: Sequence[Job]) -> None:
+    def _put(self, kind: Kind, jobs: Sequence[Job[DiskWork]]) -> None:
         if jobs and not self._queue.put(kind, jobs):
             for job in jobs:
                 job.finish(Outcome("cancelled"), 0.0)
@@ -221,7 +232,7 @@ class DiskTier:
             self._queue.done(job)
             job.finish(outcome, time.monotonic() - begun)
 
-    def _try(self, job: Job, scratch: Scratch) -> Outcome:
+    def _try(self, job: Job[DiskWork], scratch: Scratch) -> Outcome:
         breaker = self._breakers[job.kind]
         if not breaker.admit():
             return Outcome("refused", detail="the breaker is open")
@@ -252,14 +263,14 @@ class DiskTier:
 
     # The work
 
-    def _load_job(self, index: int, want: Want, deadline: Deadline, report: Report) -> Job:
+    def _load_job(self, index: int, want: Want, deadline: Deadline, report: Report) -> Job[DiskWork]:
         def finish(outcome: Outcome, busy_s: float) -> None:
             self._counters.loaded(outcome, busy_s)
             report(index, outcome)
 
         return Job("load", lambda scratch: self._read(want, scratch), finish, deadline, want.target.nbytes)
 
-    def _save_job(self, index: int, put: Put, deadline: Deadline, report: Report) -> Job:
+    def _save_job(self, index: int, put: Put, deadline: Deadline, report: Report) -> Job[DiskWork]:
         def finish(outcome: Outcome, busy_s: float) -> None:
             self._counters.saved(outcome, busy_s)
             report(index, outcome)
@@ -271,7 +282,7 @@ class DiskTier:
         path = self.place.path_of(want.key)
         try:
             self._files.read(path, want.target, scratch, time.time())
-            check(want.target, want.key)
+            self._codec.open(want.target, want.key)
         except FileNotFoundError:
             self._held.missing(want.key)
             return Outcome("miss")
@@ -286,12 +297,16 @@ class DiskTier:
             return Outcome("late")
         if self._held.look(put.key) == "held" or (self._held.look(put.key) == "unknown" and self._is_there(put.key)):
             return Outcome("ok")
+        try:
+            parts = self._codec.seal(put.key, put.parts)
+        except CorruptObjectError as error:
+            return Outcome("refused", detail=str(error))
         owner, least = put.key.owner, padded(put.size_bytes)
         if not self._space.make(owner, least):
             return Outcome("refused", detail="no room")
         temporary, path = self.place.temporary(), self.place.path_of(put.key)
         try:
-            size_bytes = self._files.write(temporary, put.parts, scratch)
+            size_bytes = self._files.write(temporary, parts, scratch)
             self._files.publish(temporary, path)
         except OSError as error:
             self._held.give_up(owner, least)

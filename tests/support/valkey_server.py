@@ -16,10 +16,11 @@ from tests.support.until import until
 
 
 class ValkeyServer:
-    """`stop` and `start` are an outage after which everything is gone."""
+    """`stop` and `start` are an outage after which everything is gone. `options` are more of the server's own, with
+    underscores for hyphens."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, **options: object) -> None:
+        self._directory, self.options = directory, options
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
         self._process: subprocess.Popen[bytes] | None = None
@@ -29,7 +30,14 @@ class ValkeyServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._directory, "save": "", "appendonly": "no"}
+        options: dict[str, object] = {
+            "port": self.port,
+            "bind": "127.0.0.1",
+            "dir": self._directory,
+            "save": "",
+            "appendonly": "no",
+        }
+        options |= {name.replace("_", "-"): value for name, value in self.options.items()}
         flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         with (self._directory / "valkey.log").open("ab") as log:
             self._process = subprocess.Popen([str(get_binary_path()), *flags], stdout=log, stderr=log)
@@ -57,8 +65,8 @@ class ValkeyServer:
 
 
 @contextmanager
-def valkey_server(directory: Path) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(directory)
+def valkey_server(directory: Path, **options: object) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(directory, **options)
     server.start()
     try:
         yield server

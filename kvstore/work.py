@@ -1,4 +1,4 @@
-"""Work for the disk's threads: loads before saves, nothing that is late, and an eye on what hangs."""
+"""Work for a tier's threads: loads before saves, nothing that is late, and an eye on what hangs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
-from kvstore.disk.files import Scratch
 from kvstore.tier import Deadline, Outcome
+
+T = TypeVar("T")
+"""What a tier's threads need to know of a piece of work."""
 
 Kind = Literal["load", "save"]
 KINDS: tuple[Kind, Kind] = ("load", "save")
@@ -20,14 +22,14 @@ MAX_YIELD_S = 0.1
 
 
 @dataclass(eq=False, slots=True)
-class Job:
-    """`work` does it and may raise OSError; `finish` hears how it ended and how many seconds it took, exactly once.
+class Job(Generic[T]):
+    """`finish` hears how it ended and how many seconds it took, exactly once.
 
-    `hanging` is set when it was still running after its deadline: what becomes of it says nothing new of the disk then.
+    `hanging` is set when it was still running after its deadline: what becomes of it says nothing new then.
     """
 
     kind: Kind
-    work: Callable[[Scratch], Outcome]
+    work: T
     finish: Callable[[Outcome, float], None]
     deadline: Deadline
     size_bytes: int = 0
@@ -35,18 +37,18 @@ class Job:
     hanging: bool = False
 
 
-class WorkQueue:
+class WorkQueue(Generic[T]):
     """Jobs of two kinds that wait, and those that were taken out and are not done."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._came: dict[Kind, threading.Condition] = {kind: threading.Condition(self._lock) for kind in KINDS}
         self._changed = threading.Condition(self._lock)
-        self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in KINDS}
-        self._running: set[Job] = set()
+        self._waiting: dict[Kind, deque[Job[T]]] = {kind: deque() for kind in KINDS}
+        self._running: set[Job[T]] = set()
         self._closed = False
 
-    def put(self, kind: Kind, jobs: Sequence[Job]) -> bool:
+    def put(self, kind: Kind, jobs: Sequence[Job[T]]) -> bool:
         """Return False, and take none, when the queue is closed."""
         with self._lock:
             if self._closed:
@@ -58,7 +60,7 @@ class WorkQueue:
             self._changed.notify_all()
             return True
 
-    def take(self, kind: Kind) -> Job | None:
+    def take(self, kind: Kind) -> Job[T] | None:
         """Wait for a job; None when there will be no more. `done` follows."""
         with self._lock:
             while True:
@@ -71,20 +73,32 @@ class WorkQueue:
                     return None
                 self._came[kind].wait(MAX_YIELD_S if waiting else None)
 
-    def done(self, job: Job) -> None:
+    def take_more(self, kind: Kind, size_bytes: int, count: int) -> list[Job[T]]:
+        """Return up to `count` further jobs that wait, together of at most `size_bytes`: without waiting, perhaps none.
+        `done` follows for each."""
+        taken: list[Job[T]] = []
+        with self._lock:
+            waiting = self._waiting[kind]
+            while waiting and len(taken) < count and waiting[0].size_bytes <= size_bytes:
+                size_bytes -= waiting[0].size_bytes
+                taken.append(waiting.popleft())
+            self._running.update(taken)
+        return taken
+
+    def done(self, job: Job[T]) -> None:
         with self._lock:
             self._running.remove(job)
-            if not self._waiting["load"]:
+            if self._waiting["save"] and not self._waiting["load"]:
                 self._came["save"].notify_all()
             self._changed.notify_all()
 
-    def expire(self) -> tuple[list[Job], list[Job]]:
+    def expire(self) -> tuple[list[Job[T]], list[Job[T]]]:
         """Return the jobs whose deadline has passed: those that waited, which are taken out, and those that are still
         running, each of them once."""
-        late: list[Job] = []
+        late: list[Job[T]] = []
         with self._lock:
             for kind, waiting in self._waiting.items():
-                kept: deque[Job] = deque()
+                kept: deque[Job[T]] = deque()
                 for job in waiting:
                     (late if job.deadline.passed else kept).append(job)
                 self._waiting[kind] = kept
@@ -112,7 +126,7 @@ class WorkQueue:
             for condition in (*self._came.values(), self._changed):
                 condition.notify_all()
 
-    def cancel(self) -> list[Job]:
+    def cancel(self) -> list[Job[T]]:
         """Take out all that waits."""
         with self._lock:
             jobs = [job for waiting in self._waiting.values() for job in waiting]
@@ -131,5 +145,5 @@ class WorkQueue:
     def _busy(self) -> bool:
         return bool(self._running) or any(self._waiting.values())
 
-    def _yields(self, job: Job) -> bool:
+    def _yields(self, job: Job[T]) -> bool:
         return bool(self._waiting["load"]) and time.monotonic() - job.queued_s < MAX_YIELD_S

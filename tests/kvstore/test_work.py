@@ -1,24 +1,20 @@
-"""The order of a disk's work, without threads and without a disk."""
+"""The order of a tier's work, without threads and without a place."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvstore.disk.files import Scratch
-from kvstore.disk.work import Job, Kind, WorkQueue
-from kvstore.tier import Deadline, Outcome
+from kvstore.tier import Deadline
+from kvstore.work import Job, Kind, WorkQueue
 
 
-def job(kind: Kind, seconds: float = 1000.0) -> Job:
-    def work(scratch: Scratch) -> Outcome:
-        return Outcome("ok")
-
-    return Job(kind, work, lambda outcome, busy_s: None, Deadline.after(seconds), size_bytes=10)
+def job(kind: Kind, seconds: float = 1000.0) -> Job[str]:
+    return Job(kind, "work", lambda outcome, busy_s: None, Deadline.after(seconds), size_bytes=10)
 
 
 def test_saves_wait_for_the_loads_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.disk.work.MAX_YIELD_S", 1000.0)
-    queue = WorkQueue()
+    monkeypatch.setattr("kvstore.work.MAX_YIELD_S", 1000.0)
+    queue = WorkQueue[str]()
     save, load = job("save"), job("load")
     assert queue.put("save", [save])
     assert not queue._yields(save)
@@ -29,8 +25,8 @@ def test_saves_wait_for_the_loads_that_wait(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_saves_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.disk.work.MAX_YIELD_S", 0.0)
-    queue = WorkQueue()
+    monkeypatch.setattr("kvstore.work.MAX_YIELD_S", 0.0)
+    queue = WorkQueue[str]()
     save = job("save")
     queue.put("load", [job("load")])
     queue.put("save", [save])
@@ -38,7 +34,7 @@ def test_saves_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_past_its_deadline_is_told_once() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue[str]()
     running, waiting, fine = job("load", -1), job("load", -1), job("save")
     queue.put("load", [running, waiting])
     queue.put("save", [fine])
@@ -52,7 +48,7 @@ def test_what_is_past_its_deadline_is_told_once() -> None:
 
 
 def test_a_closed_queue_gives_out_what_waits_and_takes_no_more() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue[str]()
     first = job("save")
     queue.put("save", [first])
     queue.close()
@@ -65,10 +61,26 @@ def test_a_closed_queue_gives_out_what_waits_and_takes_no_more() -> None:
 
 
 def test_cancelled_jobs_are_nobody_elses() -> None:
-    queue = WorkQueue()
+    queue = WorkQueue[str]()
     jobs = [job("load"), job("load")]
     queue.put("load", jobs)
     queue.close()
     assert queue.cancel() == jobs
     assert queue.take("load") is None
+    queue.wait_idle(Deadline.after(1000.0))
+
+
+def test_more_work_is_taken_up_to_a_size_and_a_number() -> None:
+    queue = WorkQueue[str]()
+    jobs = [job("load") for _ in range(6)]
+    queue.put("load", jobs)
+    first = queue.take("load")
+    assert first is jobs[0]
+    assert queue.take_more("load", size_bytes=25, count=10) == jobs[1:3]
+    assert queue.take_more("load", size_bytes=100, count=1) == jobs[3:4]
+    assert queue.take_more("load", size_bytes=9, count=10) == queue.take_more("save", size_bytes=9, count=10) == []
+    assert queue.waiting("load") == (2, 20)
+    for one in jobs[:4]:
+        queue.done(one)
+    assert queue.cancel() == jobs[4:]
     queue.wait_idle(Deadline.after(1000.0))
