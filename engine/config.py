@@ -23,8 +23,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     is a compiler, or what one has made, and the dtype is bfloat16 or float32. `weights` "int8" needs "cpp".
     `in_flight_steps` 1 is the synchronous loop, 2 schedules a step while the one before it runs; None is 2 on a GPU and
     1 on a CPU. `kv_store` has a text for each tier of the KV store (kvstore/manager/config.py), of which each tenant
-    gets at most `kv_quota_bytes`. `local_engines` share this machine, and this is the one of number `local_index`: what
-    is not set is chosen so that there is room for all of them.
+    gets at most `kv_quota_bytes`; what leaves memory is encrypted with the secret of `kv_secret_file`. `local_engines`
+    share this machine, and this is the one of number `local_index`: what is not set is chosen so that there is room for
+    all of them.
     """
 
     model: str = "smollm2"
@@ -46,5 +47,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     kv_store: tuple[str, ...] = ()
     kv_quota_bytes: int | None = None
+    kv_secret_file: str | None = None
     local_index: int = 0
     local_engines: int = 1

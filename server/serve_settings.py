@@ -101,6 +101,14 @@ SETTINGS: tuple[Setting, ...] = (
         low=1,
     ),
     Setting(
+        name="kv-store-secret-file",
+        field="engine.kv_secret_file",
+        section=MEMORY,
+        help="A file with a secret of 32 bytes or more in hex: what the KV store writes to disks and servers is"
+        " encrypted with keys made from it. Needs the extra encryption.",
+        metavar="FILE",
+    ),
+    Setting(
         name="max-running",
         field="engine.max_running",
         section=MEMORY,

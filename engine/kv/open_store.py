@@ -40,7 +40,12 @@ def store_config(config: EngineConfig) -> StoreConfig | None:
         return None
     if not config.prefix_cache:
         raise ConfigError("kv_store needs the prefix cache", hint="Leave prefix_cache on.")
-    return msgspec.structs.replace(parsed, local_engines=config.local_engines, quota_bytes=config.kv_quota_bytes)
+    return msgspec.structs.replace(
+        parsed,
+        local_engines=config.local_engines,
+        quota_bytes=config.kv_quota_bytes,
+        secret_file=config.kv_secret_file,
+    )
 
 
 def namespace_of(info: EngineInfo, weights_epoch: int = 0) -> Namespace:

@@ -3,7 +3,7 @@
 ram=4GiB                                  memory, also what everything passes through
 disk=DIRECTORY,50GiB[,min-free=10GiB]     files of this machine
 shared=DIRECTORY,500GiB                   files of a directory that several machines have
-redis://HOST:PORT/0                       a Redis or Valkey server; also rediss:// and unix://
+redis://HOST:PORT/0                       a Redis or Valkey server (kvstore/remote/address.py has all forms)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_RAM_BYTES = 16 << 20
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?|B)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SERVERS = ("redis://", "rediss://", "unix://")
+_SERVERS = ("redis://", "valkey://", "rediss://", "valkeys://", "unix://")
 
 
 class DirectorySpec(msgspec.Struct, frozen=True):
@@ -33,7 +33,8 @@ class DirectorySpec(msgspec.Struct, frozen=True):
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`disk` is of this machine, and of all its engines when `local_engines` are several. At most one of `shared` and
     `server` is set. `quota_bytes` bounds each tenant in each tier that evicts by itself. `always_load` loads what is
-    found whatever it costs, and `min_blocks` is the least that is worth a load."""
+    found whatever it costs, and `min_blocks` is the least that is worth a load. With a `secret_file` what leaves memory
+    is encrypted."""
 
     ram_bytes: int = DEFAULT_RAM_BYTES
     disk: DirectorySpec | None = None
@@ -41,6 +42,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     server: str | None = None
     local_engines: int = 1
     quota_bytes: int | None = None
+    secret_file: str | None = None
     min_blocks: int = 1
     always_load: bool = False
     eviction: str = "lru"

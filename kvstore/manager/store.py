@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvstore.books import Quotas
+from kvstore.codec import ObjectCodec
 from kvstore.disk.tier import DiskTier
 from kvstore.eviction import LRU, Eviction, S3Fifo
 from kvstore.manager.admission import PRESSURE, Sightings
@@ -22,6 +23,7 @@ from kvstore.manager.parts import BlockParts
 from kvstore.namespace import Namespace
 from kvstore.object_key import ObjectKey
 from kvstore.ram.tier import RamTier
+from kvstore.remote.tier import RemoteTier
 from kvstore.tier import Deadline, EventSink, Outcome, Tier, TierEvent, TierName, TierStats
 
 log = logging.getLogger(__name__)
@@ -66,11 +68,14 @@ class KVStore:
             config.ram_bytes, quotas=quotas, policy=_POLICIES[config.eviction], on_event=self._sink("ram")
         )
         self.lower: list[Tier] = []
+        self._codec = None if config.secret_file is None else _codec(Path(config.secret_file))
         try:
             if config.disk is not None:
                 self.lower.append(self._directory(config.disk, "disk", several=config.local_engines > 1))
             if config.shared is not None:
                 self.lower.append(self._directory(config.shared, "remote", several=True))
+            if config.server is not None:
+                self.lower.append(RemoteTier(config.server, codec=self._codec, on_event=self._sink("remote")))
         except BaseException:
             self._close_tiers(Deadline.after(1.0))
             raise
@@ -213,6 +218,13 @@ class KVStore:
             policy=_POLICIES[self._config.eviction],
             on_event=self._sink(name),
             shared=several,
+            codec=self._codec,
         )
         tier.name = name
         return tier
+
+
+def _codec(secret_file: Path) -> ObjectCodec:
+    from kvstore.encryption import AesGcmCodec, read_secret  # needs the extra `encryption`
+
+    return AesGcmCodec(read_secret(secret_file))

@@ -17,6 +17,8 @@ from kvstore.manager.store import KVStore
 from kvstore.namespace import Namespace
 from kvstore.tier import Deadline
 from tests.support.kv_objects import BLOCK_SIZE, NAMESPACE
+from tests.support.numpy_memory import content
+from tests.support.remote_tiers import running_server
 from tests.support.store_engine import StoreEngine
 
 RAM = StoreConfig(ram_bytes=16 << 20, always_load=True)
@@ -61,6 +63,41 @@ def test_a_prompt_comes_back_from_disk_after_a_restart(tmp_path: Path) -> None:
     with opened(with_disk(tmp_path)) as (_, engine):
         assert engine.load(prompt(1)) == (["disk"] * 6, 6)
         assert engine.load(prompt(1)) == (["ram"] * 6, 6), "it stays in memory"
+
+
+def test_another_machine_finds_a_prompt_on_the_server() -> None:
+    with running_server() as server:
+        config = msgspec.structs.replace(RAM, server=server.url)
+        with opened(config) as (store, engine):
+            engine.compute(prompt(1))
+            assert store.flush(Deadline.after(60.0))
+        with opened(config) as (_, engine):
+            assert engine.load_patiently(prompt(1)) == (["remote"] * 6, 6)
+            assert engine.load(prompt(2)) == ([], 0)
+            server.stop()
+            engine.compute(prompt(3))
+            assert engine.load(prompt(3)) == (["ram"] * 6, 6)
+            assert engine.load(prompt(4)) == ([], 0)
+
+
+def test_what_leaves_memory_can_be_encrypted(tmp_path: Path) -> None:
+    secret, other = tmp_path / "secret", tmp_path / "other"
+    for path, text in ((secret, "ab" * 32), (other, "cd" * 32)):
+        path.touch(0o600)
+        path.write_text(text)
+    config = msgspec.structs.replace(with_disk(tmp_path / "kv"), secret_file=str(secret))
+    with opened(config) as (store, engine):
+        engine.compute(prompt(1))
+        assert store.flush(Deadline.after(60.0))
+        shape = engine.memory.planes[0, 0, "k"][0].shape
+        plain = content(engine.keys_of(prompt(1))[0], 0, 0, "k", shape).tobytes()
+    stored = [path.read_bytes() for path in (tmp_path / "kv").rglob("*.kvb")]
+    assert stored
+    assert not any(plain in one for one in stored), "a block lies on the disk as it is"
+    with opened(config) as (_, engine):
+        assert engine.load(prompt(1)) == (["disk"] * 6, 6)
+    with opened(msgspec.structs.replace(config, secret_file=str(other))) as (_, engine):
+        assert engine.load(prompt(1))[1] == 0
 
 
 def test_what_is_only_in_part_in_memory_is_found_in_both_tiers(tmp_path: Path) -> None:

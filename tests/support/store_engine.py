@@ -61,6 +61,13 @@ class StoreEngine:
         self.leave(request_id, ids, 0)
         return list(found.tiers), loaded.blocks
 
+    def load_patiently(self, tokens: Sequence[int]) -> tuple[list[str], int]:
+        """Ask until something is found: a server may miss the deadline of a look-up on a busy machine."""
+        while True:
+            tiers, blocks = self.load(tokens)
+            if tiers:
+                return tiers, blocks
+
     def stored(
         self,
         request_id: str,
