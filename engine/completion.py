@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.protocol import FinishReason, GenerateRequest, TokenLogprobs, TokenOutput
+from engine.protocol import CachedTokens, FinishReason, GenerateRequest, TokenLogprobs, TokenOutput
 from engine.text.machine import TextMachine
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts. `cached_tokens` are those of the prompt whose KV was there already."""
+    """Token counts. `cached_tokens` are those of the prompt whose KV was there already, `cached` tells where."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    cached: CachedTokens = CachedTokens()
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +44,7 @@ class CompletionRun:
         self._texts: list[str] = []
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._cached_tokens = 0
+        self._cached = CachedTokens()
         self._reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
         self._error: str | None = None
@@ -52,7 +53,7 @@ class CompletionRun:
         """Take an output. When it completes a stop string that the engine does not know of, return how many output
         tokens count: the caller ends the request with that."""
         if output.cached is not None:
-            self._cached_tokens = output.cached.total
+            self._cached = output.cached
         if self._reason is not None:  # Overshoot behind a stop string.
             return None
         self._ids += output.token_ids
@@ -82,7 +83,8 @@ class CompletionRun:
             usage=Usage(
                 prompt_tokens=len(self.request.prompt_ids),
                 completion_tokens=len(self._ids),
-                cached_tokens=self._cached_tokens,
+                cached_tokens=self._cached.total,
+                cached=self._cached,
             ),
             error=self._error,
         )

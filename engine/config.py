@@ -12,6 +12,7 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 OperatorSet = Literal["auto", "cpp", "torch"]
 WeightFormat = Literal["dtype", "int8"]
+LoadRule = Literal["auto", "always"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +24,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     is a compiler, or what one has made, and the dtype is bfloat16 or float32. `weights` "int8" needs "cpp".
     `in_flight_steps` 1 is the synchronous loop, 2 schedules a step while the one before it runs; None is 2 on a GPU and
     1 on a CPU. `kv_store` has a text for each tier of the KV store (kvstore/manager/config.py), of which each tenant
-    gets at most `kv_quota_bytes`; what leaves memory is encrypted with the secret of `kv_secret_file`. `local_engines`
+    gets at most `kv_quota_bytes`; what leaves memory is encrypted with the secret of `kv_secret_file`, and
+    `kv_load` "auto" loads what is found where that is predicted to be faster than computing it. `local_engines`
     share this machine, and this is the one of number `local_index`: what is not set is chosen so that there is room for
     all of them.
     """
@@ -48,5 +50,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_store: tuple[str, ...] = ()
     kv_quota_bytes: int | None = None
     kv_secret_file: str | None = None
+    kv_load: LoadRule = "auto"
     local_index: int = 0
     local_engines: int = 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, EngineDiedError, PressureError, RequestError, UnsupportedError
 from engine.grammar.pool import TIME_LIMIT_S, GrammarPool
+from engine.kv.open_store import open_store
 from engine.plan import Runner
 from engine.protocol import EngineInfo, GenerateRequest, Grammar, SamplingParams
 from engine.text.chat import ChatTemplate, Message
@@ -33,8 +33,8 @@ from engine.validation import check_grammar, validate
 
 __all__ = ["LLM", "Completion", "Grammar", "SamplingParams", "Usage"]
 
-_COMPILING_WAIT_S = 0.001
-"""How long the loop pauses while all requests wait for grammars."""
+_WAIT_S = 0.001
+"""How long the loop pauses at most while all requests wait for grammars or for stored KV."""
 
 _LONG_RUN_S = 2.0
 """A progress bar that nobody asked for appears after this long."""
@@ -60,7 +60,14 @@ class LLM:
         self._template = ChatTemplate.from_assets(info.text, assets)
         self._runner: Runner | None = runner
         self._grammars = GrammarPool.of(self.codec, info.vocab_size, info.eos_ids)
-        self._core: EngineCore | None = EngineCore(info, config, runner, num_blocks, grammars=self._grammars)
+        self._woken = threading.Event()
+        self._store = None
+        if config.kv_store:
+            from engine.runner.kv_memory import KVMemory
+
+            self._store = open_store(config, info, KVMemory(runner.cache, info.kv_groups), self._woken.set)
+        port = None if self._store is None else self._store.port
+        self._core: EngineCore | None = EngineCore(info, config, runner, num_blocks, port, grammars=self._grammars)
         self._max_live = config.max_waiting
         self._numbers = itertools.count()
         self._turn = threading.Lock()
@@ -110,6 +117,8 @@ class LLM:
         """Give the model's memory back. A second call does nothing."""
         with self._turn:
             if self._runner is not None:
+                if self._store is not None:
+                    self._store.close()
                 self._grammars.close()
                 self._runner.close()
                 self._runner = self._core = None
@@ -221,11 +230,12 @@ class LLM:
                     live[run.request.request_id] = run
                 outputs, ended = core.step(), len(live)
                 if not outputs and not core.made_progress:
-                    if not core.compiling:
+                    if not core.compiling and self._store is None:
                         raise EngineDiedError(
                             "the engine makes no progress: an earlier fault has lost one of its steps"
                         )
-                    time.sleep(_COMPILING_WAIT_S)
+                    self._woken.wait(_WAIT_S)
+                    self._woken.clear()
                 for output in outputs:
                     keep_tokens = live[output.request_id].take(output)
                     tokens += len(output.token_ids)

@@ -109,6 +109,12 @@ SETTINGS: tuple[Setting, ...] = (
         metavar="FILE",
     ),
     Setting(
+        name="kv-store-load",
+        field="engine.kv_load",
+        section=MEMORY,
+        help="auto: stored KV is loaded where that is predicted to be faster than computing it.",
+    ),
+    Setting(
         name="max-running",
         field="engine.max_running",
         section=MEMORY,

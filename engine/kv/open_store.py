@@ -45,6 +45,7 @@ def store_config(config: EngineConfig) -> StoreConfig | None:
         local_engines=config.local_engines,
         quota_bytes=config.kv_quota_bytes,
         secret_file=config.kv_secret_file,
+        always_load=config.kv_load == "always",
     )
 
 

@@ -20,6 +20,7 @@ def flags(directory: Path, **more: object) -> dict[str, object]:
         "threads": 1,
         "numerics": "invariant",
         "dtype": "float32",
+        "kv_store_load": "always",
         **more,
     }
 
@@ -61,10 +62,11 @@ async def test_a_restart_costs_no_prompt(tiny_model: Path, tmp_path: Path) -> No
 async def test_what_one_replica_stored_another_finds(tiny_model: Path, tmp_path: Path) -> None:
     with headrace(tmp_path, tiny_model, **flags(tmp_path, replicas=2, routing_policy="round_robin")) as server:
         await server.wait_ready()
-        tiers = set()
-        text, _ = await ask(server)
-        for _ in range(40):
-            again, cached = await ask(server)
+        tiers: set[str] = set()
+        for number in range(40):  # each asks once of either replica; what is still being written is computed anew
+            prompt = f"{number:04d} {PROMPT}"
+            text, _ = await ask(server, prompt)
+            again, cached = await ask(server, prompt)
             assert again == text
             tiers |= {tier for tier, tokens in cached.items() if tokens}
             if "disk" in tiers:

@@ -115,6 +115,7 @@ SAMPLES = {
     "kv-store": ("ram=1GiB disk=/kv,2GiB", ("ram=1GiB", "disk=/kv,2GiB")),
     "kv-store-quota": ("3GiB", 3 * 1024**3),
     "kv-store-secret-file": ("s.hex", "s.hex"),
+    "kv-store-load": ("always", "always"),
     "max-running": ("7", 7),
     "max-waiting": ("9", 9),
     "max-step-tokens": ("512", 512),
