@@ -111,7 +111,7 @@ def parse_texts(raw: object) -> tuple[str, ...]:
     if isinstance(raw, str):
         parts = raw.splitlines() if "\n" in raw else raw.split()
     texts = tuple(_text(part).strip() for part in parts)
-    if not all(text and _is_unicode(text) for text in texts) or not texts:
+    if not all(text and _is_unicode(text) for text in texts) or not (texts or raw == []):
         raise ValueError("is not a list of texts")
     return texts
 
