@@ -3,7 +3,7 @@
     python -m benchmarks.kv_check [--model smollm2] [--device cpu] [--prompts 50] [--rounds 3] DIRECTORY
 
 In invariant mode (float32 and bfloat16) tokens and logprobs have to be bitwise those of an engine without a store, with
-loads and saves going on beside the steps: from memory, after the device has forgotten everything, and from disk, after a
+loads and saves going on beside the steps: from memory, after the device has forgotten all, and from disk, after a
 restart. In default mode tokens may differ, and the share of answers that do is told beside that of the same engine
 without a store, asked again in another order. Exit code 1 when a bit differs in invariant mode, or nothing was loaded.
 """

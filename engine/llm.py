@@ -119,6 +119,7 @@ class LLM:
             if self._runner is not None:
                 if self._store is not None:
                     self._store.close()
+                    self._store = None
                 self._grammars.close()
                 self._runner.close()
                 self._runner = self._core = None

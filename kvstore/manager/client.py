@@ -23,8 +23,6 @@ from kvstore.ram.leases import Slot
 from kvstore.ram.tier import RamTier
 from kvstore.tier import Deadline, Tier
 
-CLOSE_S = 5.0
-
 OnSaved = Callable[[StoredBlock, ObjectKey, int], None]
 
 
@@ -145,7 +143,6 @@ class EngineClient:
     def close(self) -> None:
         self._saver.close()
         self._loader.close()
-        self._looker.close(Deadline.after(CLOSE_S))
 
     # From the store's threads
 
@@ -191,6 +188,6 @@ class EngineClient:
 
     def _touch(self, look: Look, start_block: int, count: int) -> None:
         """Memory counts its leases as uses; below it a prefix would age while it is served from memory."""
-        keys = look.objects(start_block, start_block + count, look.parts.all)
+        keys = look.keys_of(start_block, start_block + count, look.parts.all)
         for tier in self._lower:
             tier.touch(keys)
