@@ -78,7 +78,8 @@ def _scope_secret(config: ServeConfig, state: str | None) -> tuple[str, list[str
     try:
         return load_or_make(directory).hex(), []
     except OSError as error:
-        # Caches that live in this server's memory need no more than a secret that lives as long as they do.
+        # Caches that live in this server's memory need no more than a secret that lives as long as they do; what a KV
+        # store keeps of tenants beyond that is not found again.
         note = (
             f"The scope secret cannot be kept in {directory} ({error.strerror or error}): this run has one of its own."
             f" Set {STATE_VARIABLE} or --scope-secret-file."
