@@ -26,12 +26,13 @@ def move_chunks_kernel(packed, addresses, chunk_words, PACKS: tl.constexpr, WIDT
     lane = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = lane < chunk_words
     address = tl.load(addresses + chunk)
+    there = lane < tl.where(address != 0, chunk_words, 0)
     place = packed + chunk.to(tl.int64) * chunk_words + lane
     block = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + lane
     if PACKS:
-        tl.store(place, tl.load(block, mask=inside & (address != 0), other=0), mask=inside)
+        tl.store(place, tl.load(block, mask=there, other=0), mask=inside)
     else:
-        tl.store(block, tl.load(place, mask=inside), mask=inside & (address != 0))
+        tl.store(block, tl.load(place, mask=inside), mask=there)
 
 
 def pack_chunks(packed: Tensor, addresses: Tensor, chunk_bytes: int) -> None:
