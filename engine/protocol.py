@@ -225,9 +225,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `config_digest` is over what the model computes beside its weights: sizes, positions, norms, windows.
     `incarnation` is drawn anew whenever the engine's process starts. `numerics_fingerprint` names device, operators,
-    dtype and mode: tokens may differ between engines that differ in it. `generation_defaults` are the model's own
-    sampling defaults by SamplingParams field name. `max_step_tokens` is the token budget of a step. `pid` is of the
-    engine's process, 0 where that means nothing.
+    dtype, mode and `arithmetic`, which is a digest of the code that computes, its libraries and its processor: tokens
+    may differ between engines that differ in it. `generation_defaults` are the model's own sampling defaults by
+    SamplingParams field name. `max_step_tokens` is the token budget of a step. `pid` is of the engine's process, 0
+    where that means nothing.
     """
 
     model: str
@@ -252,10 +253,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: Count = 0
     config_digest: str = ""
     max_step_tokens: Size = 1024
+    arithmetic: str = ""
 
     @property
     def numerics_fingerprint(self) -> str:
-        return f"{self.device}/{self.operators}/{self.dtype}/{self.numerics}"
+        return f"{self.device}/{self.operators}/{self.dtype}/{self.numerics}/{self.arithmetic}"
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

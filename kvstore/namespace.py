@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-_TAG = b"headrace kv namespace v1\n"
+_TAG = b"headrace kv namespace v2\n"
 
 DTYPE_BYTES: dict[str, int] = {
     "float32": 4,
@@ -47,9 +47,10 @@ class GroupShape(msgspec.Struct, frozen=True, array_like=True):
 class Namespace(msgspec.Struct, frozen=True, array_like=True):
     """Every field changes the digest, so that a difference in any is a miss.
 
-    `weights_digest` is over the bytes of the tensors, and `weights_epoch` counts updates of running weights. `adapter`
-    names an adapter's content, and `scales` that of a quantised cache's scales; "" is none. `rope` is canonical text of
-    all that decides positions (`canonical`). `numerics` names what decides the last bit: mode, operators, device.
+    `weights_digest` is over the bytes of the tensors, and `weights_epoch` names an update of running weights: "" is
+    none, and two updates share a name only if they gave the same weights. `adapter` names an adapter's content, and
+    `scales` that of a quantised cache's scales; "" is none. `rope` is canonical text of all that decides positions
+    (`canonical`). `numerics` names what decides the last bit: mode, operators and their version, device.
     """
 
     model: str
@@ -59,7 +60,7 @@ class Namespace(msgspec.Struct, frozen=True, array_like=True):
     groups: tuple[GroupShape, ...]
     block_size: int
     numerics: str
-    weights_epoch: int = 0
+    weights_epoch: str = ""
     adapter: str = ""
     scales: str = ""
     layout: str = "heads-tokens-dim"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -49,7 +50,7 @@ def store_config(config: EngineConfig) -> StoreConfig | None:
     )
 
 
-def namespace_of(info: EngineInfo, weights_epoch: int = 0) -> Namespace:
+def namespace_of(info: EngineInfo, weights_epoch: str = "") -> Namespace:
     """Return whose KV an engine's is. Everything that decides a byte of it is in there."""
     return Namespace(
         model=info.architecture,
@@ -75,12 +76,14 @@ class OpenStore:
     port: StorePort
     memory: KVMemory
     info: EngineInfo
-    weights_epoch: int = 0
+    weights_epoch: str = ""
 
-    def new_weights(self) -> None:
-        """The weights were changed: nothing of before is found from now on, or stored."""
-        self.weights_epoch += 1
+    def new_weights(self, epoch: str | None = None) -> str:
+        """The weights were changed: nothing of before is found from now on, or stored. Return the epoch, which is a
+        random one unless the caller names it: engines that are given the same weights share KV under the same name."""
+        self.weights_epoch = secrets.token_hex(16) if epoch is None else epoch
         self.client.use_namespace(BlockParts(namespace_of(self.info, self.weights_epoch)))
+        return self.weights_epoch
 
     def close(self) -> None:
         self.client.close()

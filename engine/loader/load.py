@@ -19,6 +19,7 @@ from engine.cpu_ops.library import Library, library_or_none, load_library
 from engine.cpu_ops.packing import ELEMENT_TYPES
 from engine.errors import ConfigError, ModelError, RequestError
 from engine.layers.row_ops import RowOps, check_row_independence, row_ops
+from engine.loader.arithmetic import arithmetic_digest
 from engine.loader.checkpoint import Checkpoint, TextFiles
 from engine.loader.gguf_checkpoint import GGUFCheckpoint
 from engine.loader.precheck import check_gguf_magic, check_window
@@ -76,6 +77,7 @@ class LoadedModel:
     vocab_size: int
     weights_digest: str
     config_digest: str
+    arithmetic: str
     architecture: str
     dtype: torch.dtype
     device: torch.device
@@ -133,6 +135,7 @@ def load_model(
         vocab_size=checkpoint.config.vocab_size,
         weights_digest=weights_digest,
         config_digest=hashlib.sha256(canonical(asdict(checkpoint.config)).encode()).hexdigest(),
+        arithmetic=arithmetic_digest(device),
         architecture=checkpoint.architecture,
         dtype=dtype,
         device=device,

@@ -200,6 +200,7 @@ def _describe(
         incarnation=secrets.token_hex(8),
         weights_digest=loaded.weights_digest,
         config_digest=loaded.config_digest,
+        arithmetic=loaded.arithmetic,
         architecture=loaded.architecture,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=loaded.device.type,

@@ -182,6 +182,10 @@ class EngineClient:
         with self._lock:
             return {**self._counts, "save_waiting": self._saver.waiting_blocks, "requests": len(self._requests)}
 
+    def flush(self, deadline: Deadline) -> bool:
+        """Wait until what was saved is in memory or given up; return whether that came in time."""
+        return self._saver.flush(deadline)
+
     def keys_of(self, scope: bytes, blocks: Sequence[bytes]) -> list[ObjectKey]:
         """Return the keys of all objects of blocks."""
         return self._parts.keys(owner_of(scope), blocks, self._parts.all)

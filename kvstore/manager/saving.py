@@ -15,6 +15,7 @@ from kvstore.manager.contract import DeviceMemory, Piece, StoredBlock
 from kvstore.manager.requests import KnownRequest
 from kvstore.ram.leases import Slot
 from kvstore.ram.tier import RamTier
+from kvstore.tier import Deadline
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Saver:
         self._reading = threading.Lock()
         self._waiting: deque[_Work] = deque()
         self._waiting_bytes = 0
-        self._closing = False
+        self._busy = self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-save", daemon=True)
         self._thread.start()
 
@@ -89,6 +90,11 @@ class Saver:
                 request.unread -= dropped
             return request.unread > 0
 
+    def flush(self, deadline: Deadline) -> bool:
+        """Wait until all that was given is in memory or given up; return whether that came in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._busy, deadline.left_s)
+
     def close(self) -> None:
         """On the return nothing is read any more; what waited is given up."""
         with self._changed:
@@ -107,6 +113,8 @@ class Saver:
     def _next(self) -> list[_Work]:
         """Wait for blocks of one namespace; return none at the end."""
         with self._changed:
+            self._busy = False
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._waiting or self._closing)
             batch: list[_Work] = []
             size = 0
@@ -116,6 +124,7 @@ class Saver:
                 batch.append(self._waiting.popleft())
                 size += batch[-1].request.parts.block_bytes
             self._waiting_bytes -= size
+            self._busy = bool(batch)
             return batch
 
     def _read_off(self, works: Sequence[_Work]) -> None:

@@ -189,8 +189,9 @@ class KVStore:
                 tier.set_quota(owner, limit_bytes)
 
     def flush(self, deadline: Deadline) -> bool:
-        """Wait until everything is written; return whether it was in time."""
-        return all(behind.flush(deadline) for behind in self._behind)
+        """Wait until what the engines saved is written everywhere; return whether it was in time."""
+        saved = all([client.flush(deadline) for client in list(self._clients)])
+        return all([behind.flush(deadline) for behind in self._behind]) and saved
 
     # Inside
 

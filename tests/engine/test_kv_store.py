@@ -107,3 +107,28 @@ def test_chunks_blocks_and_preemption_from_every_tier(url: str, tmp_path: Path) 
     check_all_tiers(
         model, tmp_path, url, prompts(12), kv_cache_memory_bytes=memory, max_step_tokens=40, max_model_len=256
     )
+
+
+def test_new_weights_are_another_namespace_on_every_engine_unless_they_are_named_alike(
+    tmp_path: Path,
+) -> None:
+    model = write_tiny_llama(tmp_path / "model")
+    asked = prompts(6)
+    disk = f"disk={tmp_path / 'kv'},1GiB,min-free=1MiB"
+
+    def computed_after(epoch: str | None) -> int:
+        """Update the weights, run the prompts twice, and return how many tokens of the first run were loaded."""
+        with engine(model, "ram=64MiB", disk) as llm:
+            assert llm._store is not None
+            assert llm._core is not None
+            llm._core.reset_prefix_cache()
+            llm._store.new_weights(epoch)
+            tokens = sum(loaded(complete(llm, asked)).values())
+            forget(llm)
+            assert sum(loaded(complete(llm, asked)).values()) > 0
+            return tokens
+
+    assert computed_after(None) == 0
+    assert computed_after(None) == 0
+    assert computed_after("step 1000") == 0
+    assert computed_after("step 1000") > 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from kvstore.keys import PUBLIC_SCOPE, tenant_scope
 from kvstore.manager.config import DirectorySpec, StoreConfig, parse_store
+from kvstore.manager.contract import Piece
 from kvstore.manager.store import KVStore
 from kvstore.namespace import Namespace
 from kvstore.tier import Deadline
@@ -122,7 +124,7 @@ def test_tenants_salts_tokens_and_models_miss(tmp_path: Path) -> None:
         assert engine.load(tokens, first) == (["ram"] * 6, 6)
     others = {
         "weights": {"weights_digest": "00" * 32},
-        "epoch": {"weights_epoch": 1},
+        "epoch": {"weights_epoch": "1"},
         "dtype": {"kv_dtype": "int8"},
         "rope": {"rope": '{"theta":1}'},
         "adapter": {"adapter": "x"},
@@ -144,12 +146,31 @@ def test_a_request_may_leave_nothing_behind() -> None:
 def test_another_epoch_of_the_weights_finds_nothing_of_before() -> None:
     with opened(RAM) as (store, engine):
         engine.compute(prompt(1))
-        engine.client.use_namespace(type(engine.client.parts)(msgspec.structs.replace(NAMESPACE, weights_epoch=1)))
+        engine.client.use_namespace(type(engine.client.parts)(msgspec.structs.replace(NAMESPACE, weights_epoch="1")))
         assert engine.load(prompt(1)) == ([], 0)
         engine.compute(prompt(1))
         assert engine.load(prompt(1)) == (["ram"] * 6, 6)
         store.drop()
         assert engine.load(prompt(1)) == ([], 0)
+
+
+def test_flush_waits_for_blocks_that_are_still_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(RAM) as (store, engine):
+        may_read, read = threading.Event(), engine.memory.read
+
+        def late(pieces: Sequence[Piece]) -> None:
+            may_read.wait(60.0)
+            read(pieces)
+
+        monkeypatch.setattr(engine.memory, "read", late)
+        keys = engine.keys_of(prompt(1))
+        ids = engine.take(len(keys))
+        engine.client.save(engine.stored("x", prompt(1), keys, ids, PUBLIC_SCOPE))
+        assert not store.flush(Deadline.after(0.05))
+        may_read.set()
+        assert store.flush(Deadline.after(60.0))
+        assert all(store.ram.held(key) for key in engine.client.keys_of(PUBLIC_SCOPE, keys))
+        engine.leave("x", ids, len(keys))
 
 
 def test_a_wrong_byte_is_a_shorter_load() -> None:
