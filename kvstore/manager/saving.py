@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 16 << 20
 """Of blocks that are read at once."""
 
-MAX_WAITING_BYTES = 512 << 20
-"""Of blocks that wait to be read: more are not stored."""
+MAX_WAITING_BYTES = 4 << 30
+"""Of blocks that wait to be read, on the device and kept from reuse: more are not stored. A long prompt fits."""
 
 
 @dataclass(slots=True, eq=False)

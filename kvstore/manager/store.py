@@ -190,8 +190,8 @@ class KVStore:
 
     def flush(self, deadline: Deadline) -> bool:
         """Wait until what the engines saved is written everywhere; return whether it was in time."""
-        saved = all([client.flush(deadline) for client in list(self._clients)])
-        return all([behind.flush(deadline) for behind in self._behind]) and saved
+        saved = all(client.flush(deadline) for client in list(self._clients))
+        return saved and all(behind.flush(deadline) for behind in self._behind)
 
     # Inside
 
