@@ -64,6 +64,11 @@ _ENTRY = struct.Struct("<BBHIIIIQQ16s")
 _FINGERPRINT_AT = _FRONT.size + struct.calcsize("<32s16s32s32sHHHHHHIQI")
 _CHECKSUM_AT = struct.calcsize("<BBHIIIIQQ")
 _CODEC_AT = _FRONT.size + _IDENTITY.size
+_COORDINATES_AT = _FRONT.size + struct.calcsize("<32s16s32s32s")
+_SIZES_AT = _CODEC_AT - struct.calcsize("<IQ")
+
+KEY_PLACE = slice(_FRONT.size, _FRONT.size + struct.calcsize("<32s16s32s"))
+"""Where a header has its key's namespace, owner and block."""
 CODEC_BYTES = FIXED_HEADER_BYTES - _CODEC_AT
 
 assert CODEC_BYTES >= 64
@@ -186,6 +191,25 @@ def _header(identity: Identity, layout: ObjectLayout, checksums: Sequence[bytes]
     return bytes(header)
 
 
+def checksum_place(segment: int) -> slice:
+    """Return where a header has a segment's checksum."""
+    at = FIXED_HEADER_BYTES + segment * SEGMENT_ENTRY_BYTES + _CHECKSUM_AT
+    return slice(at, at + 16)
+
+
+def layout_places(segments: int) -> list[slice]:
+    """Return where the header of a plain object of so many segments has what its layout alone tells."""
+    coordinates = slice(_COORDINATES_AT, _COORDINATES_AT + struct.calcsize("<HHHHHHI"))
+    entries = (FIXED_HEADER_BYTES + index * SEGMENT_ENTRY_BYTES for index in range(segments))
+    fixed = [slice(0, _CHECKED_FRONT_BYTES), coordinates, slice(_SIZES_AT, _CODEC_AT)]
+    return [*fixed, *(slice(at, at + _CHECKSUM_AT) for at in entries)]
+
+
+def header_is_whole(header: memoryview) -> bool:
+    """Return whether a header, of which nothing else is known, has the checksum of its bytes."""
+    return _header_checksum(header) == header[_CHECKED_FRONT_BYTES : _FRONT.size]
+
+
 def read_header(data: memoryview) -> BlockHeader:
     """Return the header at the front of `data`, which may end behind it. Raises CorruptObjectError."""
     if data.nbytes < _FRONT.size:
@@ -272,8 +296,7 @@ def recode(
     header[_FINGERPRINT_AT : _FINGERPRINT_AT + 16] = fingerprint
     header[_CODEC_AT:FIXED_HEADER_BYTES] = codec_data.ljust(CODEC_BYTES, b"\0")
     for index, checksum in enumerate(checksums or [bytes(16)] * len(parsed.segments)):
-        at = FIXED_HEADER_BYTES + index * SEGMENT_ENTRY_BYTES + _CHECKSUM_AT
-        header[at : at + 16] = checksum
+        header[checksum_place(index)] = checksum
     header[_CHECKED_FRONT_BYTES : _FRONT.size] = _header_checksum(header)
 
 

@@ -43,11 +43,14 @@ class ObjectKey(msgspec.Struct, frozen=True, array_like=True, gc=False, cache_ha
     head_stop: int
 
     def __post_init__(self) -> None:
-        if len(self.namespace) != KEY_BYTES or len(self.block) != KEY_BYTES or len(self.owner) != OWNER_BYTES:
+        # Plain comparisons: a look-up makes hundreds of keys.
+        if not len(self.namespace) == len(self.block) == KEY_BYTES or len(self.owner) != OWNER_BYTES:
             raise ValueError("namespace and block key have 32 bytes, owner 16")
-        ends = (self.layer_stop, self.head_stop, self.span)
-        starts = (self.layer_start, self.head_start, 0)
-        if not all(0 <= start < stop <= MAX_COORDINATE for start, stop in zip(starts, ends, strict=True)):
+        if not (
+            0 <= self.layer_start < self.layer_stop <= MAX_COORDINATE
+            and 0 <= self.head_start < self.head_stop <= MAX_COORDINATE
+            and 0 < self.span <= MAX_COORDINATE
+        ):
             raise ValueError("ranges of layers and heads are not empty, and a span has a block")
         if not 0 <= self.group <= 0xFF:
             raise ValueError(f"group {self.group} is not in [0, 255]")

@@ -14,11 +14,13 @@ only the calling thread waits.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.kv_objects import GRAIN_BYTES, pack_chunks, unpack_chunks
@@ -58,8 +60,12 @@ class PinnedRanges:
             done += size
         return done
 
-    def contain(self, address: int, size_bytes: int) -> bool:
-        return any(start <= address and address + size_bytes <= stop for start, stop in self._ranges)
+    def contain(self, addresses: Addresses, sizes: Addresses) -> NDArray[np.bool_]:
+        """Return which pieces of memory lie in a range whole."""
+        inside = np.zeros(len(addresses), np.bool_)
+        for start, stop in self._ranges:
+            inside |= (addresses >= start) & (addresses + sizes <= stop)
+        return inside
 
     def clear(self) -> None:
         while self._ranges:
@@ -82,10 +88,10 @@ class CudaCopies:
         settings = _Settings(device, self._driver, self._pinned, batch_bytes, direct_bytes)
         self._out, self._in = _Lane(settings, outward=True), _Lane(settings, outward=False)
 
-    def read(self, objects: Iterable[Chunks]) -> None:
+    def read(self, objects: Sequence[Chunks]) -> None:
         self._out.run(objects)
 
-    def write(self, objects: Iterable[Chunks]) -> None:
+    def write(self, objects: Sequence[Chunks]) -> None:
         self._in.run(objects)
 
     def pin(self, memory: memoryview) -> int:
@@ -110,15 +116,12 @@ class _Settings:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Objects whose chunks have one size. `hosts[i]` is where the device finds object i's payload: in its own place or,
-    where that is not pinned, in a buffer."""
+    """`hosts[i]` is where the device finds object i's payload: in its own place or, where that is not pinned, in a
+    buffer. `buffered` are the places of the latter."""
 
-    objects: Sequence[Chunks]
-    hosts: list[int]
-
-    @property
-    def chunk_bytes(self) -> int:
-        return self.objects[0].chunk_bytes
+    objects: Chunks
+    hosts: Addresses
+    buffered: list[int]
 
 
 class _Buffers:
@@ -161,14 +164,16 @@ class _Lane:
         self._copying, self._packing = (torch.cuda.Stream(self._device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._buffers = self._new_buffers()
 
-    def run(self, objects: Iterable[Chunks]) -> None:
+    def run(self, objects: Sequence[Chunks]) -> None:
         """Copy all; the host's part of one batch runs beside the device's part of the next one."""
         begun: tuple[_Batch, _Buffers] | None = None
         with torch.cuda.device(self._device):
             try:
-                for number, some in enumerate(_batches(objects, self._settings.batch_bytes)):
+                most = self._settings.batch_bytes
+                cut = chain.from_iterable(some.batches(most, FIRST_BATCH_BYTES) for some in objects)
+                for number, some in enumerate(cut):
                     buffers = self._buffers[number % 2]
-                    batch = _Batch(some, self._hosts(some, buffers))
+                    batch = self._batch(some, buffers)
                     self._begin(batch, buffers)
                     if begun is not None:
                         self._end(*begun)
@@ -192,24 +197,20 @@ class _Lane:
         self._copying.synchronize()
         self._packing.synchronize()
 
-    def _hosts(self, objects: Sequence[Chunks], buffers: _Buffers) -> list[int]:
-        hosts, used = [], 0
-        for one in objects:
-            hosts.append(one.payload if self._settings.pinned.contain(one.payload, one.size_bytes) else 0)
-            used += 0 if hosts[-1] else one.size_bytes
-        place = buffers.host(used) if used else 0
-        for index, one in enumerate(objects):
-            if not hosts[index]:
-                hosts[index] = place
-                place += one.size_bytes
-        return hosts
+    def _batch(self, objects: Chunks, buffers: _Buffers) -> _Batch:
+        hosts, sizes = objects.payloads, objects.sizes
+        buffered = np.flatnonzero(~self._settings.pinned.contain(hosts, sizes))
+        if len(buffered):
+            hosts, ends = hosts.copy(), np.cumsum(sizes[buffered])
+            hosts[buffered] = buffers.host(int(ends[-1])) + ends - sizes[buffered]
+        return _Batch(objects, hosts, buffered.tolist())
 
     def _begin(self, batch: _Batch, buffers: _Buffers) -> None:
         if not self._outward:
-            for one, host in zip(batch.objects, batch.hosts, strict=True):
-                if host != one.payload:
-                    ctypes.memmove(host, one.payload, one.size_bytes)
-        if batch.chunk_bytes >= self._settings.direct_bytes or batch.chunk_bytes % GRAIN_BYTES:
+            for index in batch.buffered:
+                _move(batch.hosts, batch.objects.payloads, batch.objects.sizes, index)
+        chunk_bytes = batch.objects.chunk_bytes
+        if chunk_bytes >= self._settings.direct_bytes or chunk_bytes % GRAIN_BYTES:
             self._copy_chunks(batch, buffers)
         elif self._outward:
             self._pack_and_copy(batch, buffers)
@@ -220,31 +221,24 @@ class _Lane:
         buffers.done.synchronize()
         if not self._outward:
             return
-        for one, host in zip(batch.objects, batch.hosts, strict=True):
-            if host != one.payload:
-                ctypes.memmove(one.payload, host, one.size_bytes)
-            if not one.addresses.all():
-                _zero_missing(one)
+        for index in batch.buffered:
+            _move(batch.objects.payloads, batch.hosts, batch.objects.sizes, index)
+        if not batch.objects.addresses.all():
+            _zero_missing(batch.objects)
 
     def _copy_chunks(self, batch: _Batch, buffers: _Buffers) -> None:
-        size = batch.chunk_bytes
-        blocks = np.concatenate([one.addresses for one in batch.objects])
-        hosts = np.concatenate(
-            [
-                np.arange(host, host + one.size_bytes, size, dtype=np.int64)
-                for one, host in zip(batch.objects, batch.hosts, strict=True)
-            ]
-        )
+        blocks, hosts = batch.objects.addresses, batch.objects.places(batch.hosts)
         if not blocks.all():
             blocks, hosts = blocks[blocks != 0], hosts[blocks != 0]
         targets, sources = (hosts, blocks) if self._outward else (blocks, hosts)
-        self._driver.start_copies(targets, sources, np.full(len(blocks), size, np.int64), self._copying)
+        sizes = np.full(len(blocks), batch.objects.chunk_bytes, np.int64)
+        self._driver.start_copies(targets, sources, sizes, self._copying)
         buffers.done.record(self._copying)
 
     def _pack_and_copy(self, batch: _Batch, buffers: _Buffers) -> None:
         table, packed = self._send_table(batch, buffers)
         with torch.cuda.stream(self._packing):
-            pack_chunks(packed, table, batch.chunk_bytes)
+            pack_chunks(packed, table, batch.objects.chunk_bytes)
         buffers.ready.record(self._packing)
         self._copying.wait_event(buffers.ready)
         hosts, places, sizes = self._whole_objects(batch, packed)
@@ -258,43 +252,32 @@ class _Lane:
         buffers.ready.record(self._copying)
         self._packing.wait_event(buffers.ready)
         with torch.cuda.stream(self._packing):
-            unpack_chunks(packed, table, batch.chunk_bytes)
+            unpack_chunks(packed, table, batch.objects.chunk_bytes)
         buffers.done.record(self._packing)
 
     def _send_table(self, batch: _Batch, buffers: _Buffers) -> tuple[Tensor, Tensor]:
         """Return the chunks' addresses on the device, and room to pack the batch."""
-        addresses = np.concatenate([one.addresses for one in batch.objects])
+        addresses = batch.objects.addresses
         table, host_table = buffers.table(len(addresses))
         host_table.numpy()[:] = addresses
         with torch.cuda.stream(self._packing):
             table.copy_(host_table, non_blocking=True)
-        return table, buffers.packed(len(addresses) * batch.chunk_bytes)
+        return table, buffers.packed(batch.objects.size_bytes)
 
     def _whole_objects(self, batch: _Batch, packed: Tensor) -> tuple[Addresses, Addresses, Addresses]:
         """Return where each object lies on the host and in `packed`, and its size."""
-        sizes = np.array([one.size_bytes for one in batch.objects], np.int64)
-        places = packed.data_ptr() + np.cumsum(sizes) - sizes
-        return np.array(batch.hosts, np.int64), places, sizes
+        sizes = batch.objects.sizes
+        return batch.hosts, packed.data_ptr() + np.cumsum(sizes) - sizes, sizes
 
 
-def _batches(objects: Iterable[Chunks], batch_bytes: int) -> Iterator[Sequence[Chunks]]:
-    """Cut objects into runs whose chunks have one size. The first run is the smallest, so that the device has something
-    to do soon: each is at most twice the one before and of at most `batch_bytes`, or of one object."""
-    run: list[Chunks] = []
-    size, most = 0, min(batch_bytes, FIRST_BATCH_BYTES)
-    for one in objects:
-        if run and (size + one.size_bytes > most or one.chunk_bytes != run[0].chunk_bytes):
-            yield run
-            run, size, most = [], 0, min(batch_bytes, 2 * most)
-        run.append(one)
-        size += one.size_bytes
-    if run:
-        yield run
+def _move(targets: Addresses, sources: Addresses, sizes: Addresses, index: int) -> None:
+    ctypes.memmove(int(targets[index]), int(sources[index]), int(sizes[index]))
 
 
-def _zero_missing(one: Chunks) -> None:
-    for place in np.flatnonzero(one.addresses == 0).tolist():
-        ctypes.memset(one.payload + place * one.chunk_bytes, 0, one.chunk_bytes)
+def _zero_missing(objects: Chunks) -> None:
+    places = objects.places(objects.payloads)
+    for place in places[objects.addresses == 0].tolist():
+        ctypes.memset(place, 0, objects.chunk_bytes)
 
 
 def _address(memory: memoryview) -> int:

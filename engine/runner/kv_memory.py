@@ -8,7 +8,7 @@ thread neither waits here nor for the interpreter, which every copy lets go of.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from engine.protocol import KVGroupSpec
@@ -21,9 +21,9 @@ class Copies(Protocol):
     """Copies between a device and the host's memory. Both calls return when all is done, or raise RuntimeError when
     nothing of it is under way any more."""
 
-    def read(self, objects: Iterable[Chunks]) -> None: ...
+    def read(self, objects: Sequence[Chunks]) -> None: ...
 
-    def write(self, objects: Iterable[Chunks]) -> None: ...
+    def write(self, objects: Sequence[Chunks]) -> None: ...
 
     def pin(self, memory: memoryview) -> int: ...
 
@@ -41,11 +41,10 @@ class KVMemory:
         self._copies = _copies(cache) if copies is None else copies
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        # One by one: the first are copied while the places of others are being found.
-        self._copies.read(self._places.chunks(piece, writable=True) for piece in pieces)
+        self._copies.read(self._places.chunks(pieces, writable=True))
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        self._copies.write(self._places.chunks(piece, writable=False) for piece in pieces)
+        self._copies.write(self._places.chunks(pieces, writable=False))
 
     def pin(self, memory: memoryview) -> int:
         """Let a device reach host memory in which payloads will lie, until `close`; return how many bytes of it, from
@@ -70,23 +69,19 @@ def _copies(cache: KVCache) -> Copies:
 class HostCopies:
     """Between places in the host's memory, in the caller's thread. ctypes lets go of the interpreter for each copy."""
 
-    def read(self, objects: Iterable[Chunks]) -> None:
-        for one in objects:
-            target = one.payload
-            for source in one.addresses.tolist():
+    def read(self, objects: Sequence[Chunks]) -> None:
+        for some in objects:
+            for source, target in zip(some.addresses.tolist(), some.places(some.payloads).tolist(), strict=True):
                 if source:
-                    ctypes.memmove(target, source, one.chunk_bytes)
+                    ctypes.memmove(target, source, some.chunk_bytes)
                 else:
-                    ctypes.memset(target, 0, one.chunk_bytes)
-                target += one.chunk_bytes
+                    ctypes.memset(target, 0, some.chunk_bytes)
 
-    def write(self, objects: Iterable[Chunks]) -> None:
-        for one in objects:
-            source = one.payload
-            for target in one.addresses.tolist():
+    def write(self, objects: Sequence[Chunks]) -> None:
+        for some in objects:
+            for target, source in zip(some.addresses.tolist(), some.places(some.payloads).tolist(), strict=True):
                 if target:
-                    ctypes.memmove(target, source, one.chunk_bytes)
-                source += one.chunk_bytes
+                    ctypes.memmove(target, source, some.chunk_bytes)
 
     def pin(self, memory: memoryview) -> int:
         return memory.nbytes

@@ -7,7 +7,7 @@ of plain copies between addresses. Knows no device and copies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,25 +22,53 @@ from kvstore.manager.contract import Piece
 _PLANES = ("k", "v")
 
 
+Numbers = NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """One object as chunks of `chunk_bytes`, in the payload's order. `addresses` (int64) tells where each lies in the
-    KV cache, 0 where the object has no block; `payload` is the address of the first one in the object."""
+    """Objects as chunks of `chunk_bytes`, one object after another, in the payloads' order. `addresses` tells where
+    each chunk lies in the KV cache, 0 where its object has no block. Object i has `counts[i]` chunks, and `payloads[i]`
+    is the address of the first one in it."""
 
-    addresses: NDArray[np.int64]
+    addresses: Numbers
     chunk_bytes: int
-    payload: int
+    counts: Numbers
+    payloads: Numbers
+
+    @property
+    def sizes(self) -> Numbers:
+        """Bytes of each object."""
+        return self.counts * self.chunk_bytes
 
     @property
     def size_bytes(self) -> int:
         return len(self.addresses) * self.chunk_bytes
+
+    def places(self, starts: Numbers) -> Numbers:
+        """Return the address of every chunk in objects that begin at `starts`."""
+        first = np.cumsum(self.counts) - self.counts
+        within = np.arange(len(self.addresses)) - np.repeat(first, self.counts)
+        return np.repeat(starts, self.counts) + within * self.chunk_bytes
+
+    def batches(self, batch_bytes: int, first_bytes: int) -> Iterator[Chunks]:
+        """Cut into runs of objects. The first is the smallest: each is at most twice the one before and of at most
+        `batch_bytes`, or of one object."""
+        ends = np.cumsum(self.counts)
+        first, most = 0, min(batch_bytes, first_bytes)
+        while first < len(ends):
+            done = int(ends[first - 1]) if first else 0
+            stop = max(first + 1, int(np.searchsorted(ends, done + most // self.chunk_bytes, side="right")))
+            taken = slice(done, int(ends[stop - 1]))
+            yield Chunks(self.addresses[taken], self.chunk_bytes, self.counts[first:stop], self.payloads[first:stop])
+            first, most = stop, min(batch_bytes, 2 * most)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """What all objects of one layout share: where each segment's chunk of block 0 lies, and the step to the next."""
 
-    starts: NDArray[np.int64]
+    starts: Numbers
     block_bytes: int
     chunk_bytes: int
     num_blocks: int
@@ -54,22 +82,46 @@ class KVPlaces:
         self._tensors = dict(zip(layers, cache.layers, strict=True))
         self._cuts: dict[tuple[int, ...], _Cut] = {}
 
-    def chunks(self, piece: Piece, *, writable: bool) -> Chunks:
-        """Return an object's chunks; `writable` if its payload is to be written. They are addresses: the piece's
-        payload has to be held as long as they are used. Raises ValueError for a piece that does not fit this cache."""
-        cut, ids = self._cut(piece.layout), piece.block_ids
-        if len(ids) != piece.layout.span or min(ids) < 0 or max(ids) >= cut.num_blocks:
-            raise ValueError(f"blocks {list(ids)} are not {piece.layout.span} of {cut.num_blocks}")
-        if piece.payload.nbytes != piece.layout.payload_bytes:
-            raise ValueError(f"a payload of {piece.payload.nbytes} bytes, not {piece.layout.payload_bytes}")
-        payload = np.frombuffer(piece.payload, np.uint8)
-        if writable and not payload.flags.writeable:
-            raise ValueError("the payload cannot be written")
-        numbers = np.array(ids, np.int64)
-        addresses = cut.starts[:, None] + numbers * cut.block_bytes
-        if NULL_BLOCK in ids:
-            addresses[:, numbers == NULL_BLOCK] = 0
-        return Chunks(addresses.reshape(-1), cut.chunk_bytes, payload.__array_interface__["data"][0])
+    def chunks(self, pieces: Sequence[Piece], *, writable: bool) -> list[Chunks]:
+        """Return objects by the size of their chunks, in no order; `writable` if the payloads are to be written. They
+        are addresses: the payloads have to be held as long as they are used. Raises ValueError for a piece that does
+        not fit this cache."""
+        alike: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            alike.setdefault(id(piece.layout), []).append(piece)
+        by_size: dict[int, list[Chunks]] = {}
+        for some in alike.values():
+            one = self._alike(some, writable=writable)
+            by_size.setdefault(one.chunk_bytes, []).append(one)
+        return [
+            Chunks(
+                np.concatenate([one.addresses for one in some]),
+                size,
+                np.concatenate([one.counts for one in some]),
+                np.concatenate([one.payloads for one in some]),
+            )
+            for size, some in by_size.items()
+        ]
+
+    def _alike(self, pieces: Sequence[Piece], *, writable: bool) -> Chunks:
+        """Return the chunks of objects that have one layout."""
+        layout = pieces[0].layout
+        cut = self._cut(layout)
+        payloads = np.empty(len(pieces), np.int64)
+        for index, piece in enumerate(pieces):
+            ids = piece.block_ids
+            if len(ids) != layout.span or min(ids) < 0 or max(ids) >= cut.num_blocks:
+                raise ValueError(f"blocks {list(ids)} are not {layout.span} of {cut.num_blocks}")
+            if piece.payload.nbytes != layout.payload_bytes:
+                raise ValueError(f"a payload of {piece.payload.nbytes} bytes, not {layout.payload_bytes}")
+            if writable and piece.payload.readonly:
+                raise ValueError("the payload cannot be written")
+            payloads[index] = np.frombuffer(piece.payload, np.uint8).__array_interface__["data"][0]
+        ids_of = np.array([piece.block_ids for piece in pieces], np.int64)
+        addresses = cut.starts[None, :, None] + ids_of[:, None, :] * cut.block_bytes
+        addresses[np.broadcast_to(ids_of[:, None, :] == NULL_BLOCK, addresses.shape)] = 0
+        counts = np.full(len(pieces), len(cut.starts) * layout.span, np.int64)
+        return Chunks(addresses.reshape(-1), cut.chunk_bytes, counts, payloads)
 
     def _cut(self, layout: ObjectLayout) -> _Cut:
         # Of one namespace, these numbers tell the layout: comparing all segments would cost more than a copy.

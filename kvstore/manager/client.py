@@ -43,7 +43,7 @@ class EngineClient:
         min_blocks: int,
         always_load: bool,
     ) -> None:
-        self._parts, self._ram, self._lower = parts, ram, list(lower)
+        self._parts = parts
         self._on_saved, self._wake = on_saved, wake
         self._min_blocks, self._always_load = min_blocks, always_load
         self.cost = FetchCost()
@@ -52,9 +52,8 @@ class EngineClient:
         self._ended: list[Loaded | Released] = []
         self._counts: Counter[str] = Counter()
         self._looker = Looker(ram, lower, self._looked)
-        self._saver = Saver(
-            ram, memory, self._lock, self._unread, self._saved, self._count, secrets.token_bytes(WRITER_BYTES)
-        )
+        writer = secrets.token_bytes(WRITER_BYTES)
+        self._saver = Saver(ram, memory, self._lock, self._unread, self._saved, self._count, self.cost, writer)
         self._loader = Loader(ram, lower, fetches, memory, self.cost, self._loaded)
 
     def use_namespace(self, parts: BlockParts) -> None:
@@ -111,7 +110,6 @@ class EngineClient:
             tiers = look.tiers[first : first + len(block_ids[0])]
             self._counts["loads"] += 1
             self._counts["looked_blocks"] += len(tiers)
-        self._touch(look, start_block, len(tiers))
         self._loader.add(request, start_block, block_ids, tiers)
 
     def save(self, blocks: Sequence[StoredBlock]) -> None:
@@ -189,9 +187,3 @@ class EngineClient:
     def keys_of(self, scope: bytes, blocks: Sequence[bytes]) -> list[ObjectKey]:
         """Return the keys of all objects of blocks."""
         return self._parts.keys(owner_of(scope), blocks, self._parts.all)
-
-    def _touch(self, look: Look, start_block: int, count: int) -> None:
-        """Memory counts its leases as uses; below it a prefix would age while it is served from memory."""
-        keys = look.keys_of(start_block, start_block + count, look.parts.all)
-        for tier in self._lower:
-            tier.touch(keys)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvstore.layout import TARGET_BYTES, GroupLayout, ObjectLayout
 from kvstore.namespace import GroupShape, Namespace
 from kvstore.object_key import ObjectKey
+from kvstore.quick_check import QuickCheck
 
 
 class BlockParts:
@@ -14,7 +15,7 @@ class BlockParts:
     the model's KV is.
 
     `full` are the objects of groups of which a prompt needs every block, `sliding` those of windows, of which it needs
-    the last `depths[group]` blocks.
+    the last `depths[group]` blocks. `all` are both, with the check of each in `checks`.
     """
 
     def __init__(self, namespace: Namespace, target_bytes: int = TARGET_BYTES) -> None:
@@ -31,6 +32,7 @@ class BlockParts:
                 self.sliding += layouts
                 self.depths[group] = -(-window // self.block_size)
         self.all = [*self.full, *self.sliding]
+        self.checks = [QuickCheck(layout) for layout in self.all]
         self.block_bytes = sum(layout.object_bytes for layout in self.all)
 
     def keys(self, owner: bytes, blocks: Sequence[bytes], layouts: Sequence[ObjectLayout]) -> list[ObjectKey]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from kvstore.block_format import Identity, seal
 from kvstore.layout import ObjectLayout
 from kvstore.manager.contract import DeviceMemory, Piece, StoredBlock
+from kvstore.manager.cost import FetchCost
 from kvstore.manager.requests import KnownRequest
 from kvstore.ram.leases import Slot
 from kvstore.ram.tier import RamTier
@@ -44,9 +46,10 @@ class Saver:
         on_unread: Callable[[KnownRequest], None],
         on_saved: Callable[[StoredBlock, ObjectLayout, Slot], None],
         count: Callable[[str], None],
+        cost: FetchCost,
         writer: bytes,
     ) -> None:
-        self._ram, self._memory, self._writer = ram, memory, writer
+        self._ram, self._memory, self._cost, self._writer = ram, memory, cost, writer
         self._on_unread, self._on_saved, self._count = on_unread, on_saved, count
         self._changed = threading.Condition(lock)
         self._reading = threading.Lock()
@@ -153,15 +156,18 @@ class Saver:
                 Piece(layout, (work.block.block_ids[layout.group],), slot.view[layout.header_bytes :])
                 for work, layout, slot in slots
             ]
+            begun_s = time.monotonic()
             if pieces:
                 with self._reading:
                     self._memory.read(pieces)
+            size = sum(layout.object_bytes for _, layout, _ in slots)
             while slots:
                 work, layout, slot = slots[0]
                 seal(slot.view, _identity(work, layout, slot), layout, self._writer)
                 slots.pop(0)
                 slot.publish()
                 self._on_saved(work.block, layout, slot)
+            self._cost.observe_save(size, time.monotonic() - begun_s)
         finally:
             for _, _, slot in slots:
                 slot.abandon()

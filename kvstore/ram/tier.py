@@ -75,12 +75,18 @@ class RamTier:
 
     def lease(self, key: ObjectKey, holder: str) -> Lease | None:
         """Return the object's memory for reading, None when it is not here. Its bytes are not checked."""
+        return self.lease_all([key], holder)[0]
+
+    def lease_all(self, keys: Sequence[ObjectKey], holder: str) -> list[Lease | None]:
+        """Return the memory of each object that is here."""
+        leases: list[Lease | None] = []
         with self._lock:
-            entry = None if self._closed else self._books.get(key)
-            if entry is None:
-                return None
-            self._books.use(entry)
-            return self._lease_on(entry, holder)
+            for key in keys:
+                entry = None if self._closed else self._books.get(key)
+                if entry is not None:
+                    self._books.use(entry)
+                leases.append(None if entry is None else self._lease_on(entry, holder))
+        return leases
 
     def held(self, key: ObjectKey) -> bool:
         with self._lock:

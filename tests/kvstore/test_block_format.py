@@ -15,9 +15,11 @@ from kvstore.block_format import check, encode, read_header, seal, segment_views
 from kvstore.errors import CorruptObjectError
 from kvstore.keys import PUBLIC_SCOPE
 from kvstore.layout import GroupLayout
+from kvstore.quick_check import QuickCheck
 from tests.support.kv_objects import BLOCK_SIZE, NAMESPACE, PART, identity_of, key_of, object_of, payload_of
 
 KEY = key_of(1)
+QUICK = QuickCheck(PART)
 FLIP_STEP = 5
 """One bit of so many is flipped in every run, all of them in the soak run."""
 
@@ -30,6 +32,7 @@ def faults(variants: Iterable[memoryview]) -> list[str]:
     for variant in variants:
         with pytest.raises(CorruptObjectError) as caught:
             check(variant, KEY)
+        assert not QUICK.passes(variant, KEY)
         found.append(caught.value.fault)
     return found
 
@@ -42,7 +45,8 @@ def undetected_flips(bits: Iterable[int], data: bytearray) -> list[int]:
             check(view, KEY)
             missed.append(bit)
         except CorruptObjectError:
-            pass  # as it should be
+            if QUICK.passes(view, KEY):
+                missed.append(bit)
         data[bit // 8] ^= 1 << bit % 8
     return missed
 
@@ -64,6 +68,28 @@ def test_what_was_encoded_is_read_back() -> None:
     assert header.segments == PART.segments
     assert data.nbytes == header.object_bytes == PART.object_bytes
     assert b"".join(segment_views(data, PART)) == payload_of(1)
+
+
+def test_the_quick_check_passes_the_object_of_its_layout_and_key_alone() -> None:
+    data = memoryview(object_of(1))
+    assert QUICK.passes(data, KEY)
+    assert not QUICK.passes(data, key_of(2))
+    assert not QUICK.passes(data, msgspec.structs.replace(KEY, owner=b"x" * 16))
+    first = PART.segments[0]
+    others = {
+        "layers": msgspec.structs.replace(PART, layer_stop=PART.layer_stop + 1),
+        "heads": msgspec.structs.replace(PART, head_start=PART.head_start + 1, head_stop=PART.head_stop + 1),
+        "group": msgspec.structs.replace(PART, group=PART.group + 1),
+        "dtype": msgspec.structs.replace(
+            PART, segments=(msgspec.structs.replace(first, dtype="float16"), *PART.segments[1:])
+        ),
+        "plane": msgspec.structs.replace(
+            PART, segments=(msgspec.structs.replace(first, plane="latent"), *PART.segments[1:])
+        ),
+    }
+    for name, layout in others.items():
+        assert layout.object_bytes == PART.object_bytes
+        assert not QuickCheck(layout).passes(data, layout.key(KEY.namespace, KEY.owner, KEY.block)), name
 
 
 def test_encoding_copies_nothing() -> None:

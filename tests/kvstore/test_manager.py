@@ -200,6 +200,7 @@ def test_a_device_that_fails_costs_the_load_and_nothing_else() -> None:
 def test_loads_that_do_not_pay_are_not_begun() -> None:
     with opened(msgspec.structs.replace(RAM, always_load=False)) as (_, engine):
         engine.compute(prompt(1))
+        assert engine.load(prompt(1)) == (["ram"] * 6, 6), "nothing is known yet"
         engine.client.observe_prefill(10**9, 1.0)
         assert engine.load(prompt(1)) == ([], 0)
         for _ in range(200):

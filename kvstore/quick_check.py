@@ -1,0 +1,40 @@
+"""The check of a plain object by who knows its layout, at a fraction of the full check's cost."""
+
+from __future__ import annotations
+
+from array import array
+
+from xxhash import xxh3_128_digest
+
+from kvstore.block_format import KEY_PLACE, Identity, checksum_place, header_is_whole, layout_places, seal
+from kvstore.keys import KEY_BYTES, OWNER_BYTES
+from kvstore.layout import ObjectLayout
+from kvstore.object_key import ObjectKey
+
+
+class QuickCheck:
+    """Compares the bytes of a header with those that the layout gives it, instead of reading them. Usable from any
+    thread; hashing lets go of the interpreter."""
+
+    def __init__(self, layout: ObjectLayout) -> None:
+        blank = layout.key(bytes(KEY_BYTES), bytes(OWNER_BYTES), bytes(KEY_BYTES))
+        model = bytearray(layout.object_bytes)
+        seal(memoryview(model), Identity(blank, bytes(KEY_BYTES), 0, array("I")), layout)
+        self._object_bytes, self._header_bytes = layout.object_bytes, layout.header_bytes
+        self._fixed = [(place, bytes(model[place])) for place in layout_places(len(layout.segments))]
+        self._sums = [
+            (slice(start := layout.header_bytes + spec.offset, start + spec.size_bytes), checksum_place(index))
+            for index, spec in enumerate(layout.segments)
+        ]
+
+    def passes(self, data: memoryview, key: ObjectKey) -> bool:
+        """Return whether `data` is exactly the object of `key`, which is one of the layout, whole. It implies that
+        `kvstore.block_format.check` passes; where it is False that one says what is wrong."""
+        if data.nbytes != self._object_bytes or not header_is_whole(data[: self._header_bytes]):
+            return False
+        header = data[: self._header_bytes].tobytes()
+        if header[KEY_PLACE] != key.namespace + key.owner + key.block:
+            return False
+        if any(header[place] != expected for place, expected in self._fixed):
+            return False
+        return all(xxh3_128_digest(data[segment]) == header[place] for segment, place in self._sums)
