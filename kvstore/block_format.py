@@ -3,12 +3,13 @@
     header    a multiple of 4 KiB, zeros behind its last entry
         magic, size, version, checksum of all other bytes of the header
         identity: the object's key, the chain's value before its first block, its tokens' place, number and fingerprint
-        origin: time and writer; codec; size of the payload
+        origin: time and writer; codec; size and checksum of the payload
         what the codec keeps: nothing for plain objects
-        one entry for each segment: plane, layer, dtype, shape, offset, size, checksum
+        one entry for each segment: plane, layer, dtype, shape, offset, size
     payload   the segments, without gaps
 
-The header's checksum covers the entries, and each entry's checksum covers its segment, so no byte is outside. Checksums
+The header's checksum covers that of the payload, so no byte is outside. The payload has one and not one for each
+segment: hashing lets go of the interpreter, and taking it back for every segment costs more than the hash. Checksums
 are xxh3-128, made against accidents: who can write where objects are kept can write valid objects. All numbers are
 little-endian, none is used before it is known to be in bounds, and nothing but numbers and bytes is ever decoded.
 """
@@ -37,7 +38,7 @@ from kvstore.layout import (
 from kvstore.object_key import ObjectKey
 
 MAGIC = b"HRKVBLK\n"
-VERSION = 1
+VERSION = 2
 CODEC_PLAIN = 0
 CODEC_AES_GCM = 1
 """Payload and fingerprint are encrypted, and the checksums are those of the encrypted bytes (kvstore/encryption.py)."""
@@ -56,19 +57,21 @@ DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int
 _FRONT = struct.Struct("<8sIHH16s")
 _CHECKED_FRONT_BYTES = 16
 # namespace, owner, block, parent, group, span, layers, heads, first token, tokens, fingerprint, created, writer,
-# segments, payload size
-_IDENTITY = struct.Struct("<32s16s32s32sHHHHHHIQI16sQ8sIQ")
-# plane, dtype, layer, shape, offset, size, checksum
-_ENTRY = struct.Struct("<BBHIIIIQQ16s")
+# segments, payload size and checksum
+_IDENTITY = struct.Struct("<32s16s32s32sHHHHHHIQI16sQ8sIQ16s")
+# plane, dtype, layer, shape, offset, size
+_ENTRY = struct.Struct("<BBHIIIIQQ")
 
 _FINGERPRINT_AT = _FRONT.size + struct.calcsize("<32s16s32s32sHHHHHHIQI")
-_CHECKSUM_AT = struct.calcsize("<BBHIIIIQQ")
 _CODEC_AT = _FRONT.size + _IDENTITY.size
 _COORDINATES_AT = _FRONT.size + struct.calcsize("<32s16s32s32s")
-_SIZES_AT = _CODEC_AT - struct.calcsize("<IQ")
+_SIZES_AT = _CODEC_AT - struct.calcsize("<IQ16s")
 
 KEY_PLACE = slice(_FRONT.size, _FRONT.size + struct.calcsize("<32s16s32s"))
 """Where a header has its key's namespace, owner and block."""
+
+CHECKSUM_PLACE = slice(_CODEC_AT - 16, _CODEC_AT)
+"""Where it has the payload's checksum."""
 CODEC_BYTES = FIXED_HEADER_BYTES - _CODEC_AT
 
 assert CODEC_BYTES >= 64
@@ -102,7 +105,7 @@ class BlockHeader:
     codec: int
     codec_data: bytes
     segments: tuple[SegmentSpec, ...]
-    checksums: tuple[bytes, ...]
+    checksum: bytes
     header_bytes: int
     payload_bytes: int
 
@@ -142,19 +145,18 @@ def encode(
     for spec, segment in zip(layout.segments, pieces, strict=True):
         if sum(piece.nbytes for piece in segment) != spec.size_bytes:
             raise ValueError(f"the pieces of {spec.plane} of layer {spec.layer} are not {spec.size_bytes} bytes")
-    header = _header(identity, layout, [_checksum(segment) for segment in pieces], writer)
     flat = tuple(piece for segment in pieces for piece in segment)
+    header = _header(identity, layout, _checksum(flat), writer)
     return Encoded((memoryview(header), *flat), layout.object_bytes)
 
 
 def seal(target: memoryview, identity: Identity, layout: ObjectLayout, writer: bytes = bytes(WRITER_BYTES)) -> None:
-    """Make an object of `target`, whose payload is already in its place: check its sums and write the header."""
+    """Make an object of `target`, whose payload is already in its place: take its sum and write the header."""
     payload = target[layout.header_bytes : layout.object_bytes]
-    checksums = payload_checksums(payload, layout.segments)
-    target[: layout.header_bytes] = _header(identity, layout, checksums, writer)
+    target[: layout.header_bytes] = _header(identity, layout, payload_checksum(payload), writer)
 
 
-def _header(identity: Identity, layout: ObjectLayout, checksums: Sequence[bytes], writer: bytes) -> bytes:
+def _header(identity: Identity, layout: ObjectLayout, checksum: bytes, writer: bytes) -> bytes:
     key = identity.key
     if key != layout.key(key.namespace, key.owner, key.block):
         raise ValueError("the key is not that of the layout")
@@ -180,29 +182,24 @@ def _header(identity: Identity, layout: ObjectLayout, checksums: Sequence[bytes]
         writer,
         len(layout.segments),
         layout.payload_bytes,
+        checksum,
     )
     at = FIXED_HEADER_BYTES
-    for spec, checksum in zip(layout.segments, checksums, strict=True):
+    for spec in layout.segments:
         place = (PLANES.index(spec.plane), DTYPES.index(spec.dtype), spec.layer)
-        _ENTRY.pack_into(header, at, *place, *spec.shape, spec.offset, spec.size_bytes, checksum)
+        _ENTRY.pack_into(header, at, *place, *spec.shape, spec.offset, spec.size_bytes)
         at += SEGMENT_ENTRY_BYTES
     _FRONT.pack_into(header, 0, MAGIC, len(header), VERSION, CODEC_PLAIN, bytes(16))
     header[_CHECKED_FRONT_BYTES : _FRONT.size] = _header_checksum(memoryview(header))
     return bytes(header)
 
 
-def checksum_place(segment: int) -> slice:
-    """Return where a header has a segment's checksum."""
-    at = FIXED_HEADER_BYTES + segment * SEGMENT_ENTRY_BYTES + _CHECKSUM_AT
-    return slice(at, at + 16)
-
-
 def layout_places(segments: int) -> list[slice]:
     """Return where the header of a plain object of so many segments has what its layout alone tells."""
     coordinates = slice(_COORDINATES_AT, _COORDINATES_AT + struct.calcsize("<HHHHHHI"))
     entries = (FIXED_HEADER_BYTES + index * SEGMENT_ENTRY_BYTES for index in range(segments))
-    fixed = [slice(0, _CHECKED_FRONT_BYTES), coordinates, slice(_SIZES_AT, _CODEC_AT)]
-    return [*fixed, *(slice(at, at + _CHECKSUM_AT) for at in entries)]
+    fixed = [slice(0, _CHECKED_FRONT_BYTES), coordinates, slice(_SIZES_AT, CHECKSUM_PLACE.start)]
+    return [*fixed, *(slice(at, at + _ENTRY.size) for at in entries)]
 
 
 def header_is_whole(header: memoryview) -> bool:
@@ -246,17 +243,17 @@ def _fields(data: memoryview, codec: int) -> BlockHeader:
         writer,
         count,
         payload,
+        checksum,
     ) = _IDENTITY.unpack_from(data, _FRONT.size)
     if header_bytes(count) != data.nbytes:
         _fail("bounds", f"{count} segments in a header of {data.nbytes} bytes")
-    segments, checksums, at = [], [], 0
+    segments, at = [], 0
     for index in range(count):
         entry = _ENTRY.unpack_from(data, FIXED_HEADER_BYTES + index * SEGMENT_ENTRY_BYTES)
-        plane, dtype, layer, *shape, offset, size, checksum = entry
+        plane, dtype, layer, *shape, offset, size = entry
         if plane >= len(PLANES) or dtype >= len(DTYPES) or offset != at or size > payload - at:
             _fail("bounds", f"segment {index}")
         segments.append(SegmentSpec(PLANES[plane], layer, DTYPES[dtype], tuple(shape), offset, size))
-        checksums.append(checksum)
         at += size
     if at != payload:
         _fail("bounds", f"segments of {at} bytes in a payload of {payload}")
@@ -275,7 +272,7 @@ def _fields(data: memoryview, codec: int) -> BlockHeader:
         codec,
         bytes(data[_CODEC_AT:FIXED_HEADER_BYTES]),
         tuple(segments),
-        tuple(checksums),
+        checksum,
         data.nbytes,
         payload,
     )
@@ -283,11 +280,10 @@ def _fields(data: memoryview, codec: int) -> BlockHeader:
 
 def recode(
     header: memoryview,
-    parsed: BlockHeader,
     *,
     codec: int,
     fingerprint: bytes = bytes(16),
-    checksums: Sequence[bytes] | None = None,
+    checksum: bytes = bytes(16),
     codec_data: bytes = b"",
 ) -> None:
     """Change what depends on the codec in a header that was read, in place, and its checksum. Zeros where nothing is
@@ -295,13 +291,12 @@ def recode(
     struct.pack_into("<H", header, _FRONT.size - 18, codec)
     header[_FINGERPRINT_AT : _FINGERPRINT_AT + 16] = fingerprint
     header[_CODEC_AT:FIXED_HEADER_BYTES] = codec_data.ljust(CODEC_BYTES, b"\0")
-    for index, checksum in enumerate(checksums or [bytes(16)] * len(parsed.segments)):
-        header[checksum_place(index)] = checksum
+    header[CHECKSUM_PLACE] = checksum
     header[_CHECKED_FRONT_BYTES : _FRONT.size] = _header_checksum(header)
 
 
-def payload_checksums(payload: memoryview, segments: Sequence[SegmentSpec]) -> list[bytes]:
-    return [xxh3_128_digest(payload[spec.offset : spec.offset + spec.size_bytes]) for spec in segments]
+def payload_checksum(payload: memoryview) -> bytes:
+    return xxh3_128_digest(payload)
 
 
 def check(
@@ -315,7 +310,7 @@ def check(
     """Return the header of `data`, which is exactly the object of `key`, whole; else raise CorruptObjectError.
 
     `layout` and `token_ids`, where they are known, are compared too. `codec` None takes objects of any. With `arrived`
-    the object may still be on its way: a segment's sum is taken while it is in the processor's caches.
+    the object may still be on its way: what has come is summed while it is in the processor's caches.
     """
     if arrived is not None:
         arrived(min(HEADER_BYTES, data.nbytes))
@@ -332,12 +327,19 @@ def check(
     if token_ids is not None and (len(token_ids), fingerprint(token_ids)) != (header.num_tokens, header.fingerprint):
         _fail("tokens", "the object of other tokens")
     payload = data[header.header_bytes :]
-    for spec, checksum in zip(header.segments, header.checksums, strict=True):
-        if arrived is not None:
-            arrived(header.header_bytes + spec.offset + spec.size_bytes)
-        if xxh3_128_digest(payload[spec.offset : spec.offset + spec.size_bytes]) != checksum:
-            _fail("payload", f"the checksum of {spec.plane} of layer {spec.layer} differs")
+    if (payload_checksum(payload) if arrived is None else _arriving(payload, header, arrived)) != header.checksum:
+        _fail("payload", "the payload's checksum differs")
     return header
+
+
+def _arriving(payload: memoryview, header: BlockHeader, arrived: Arrived) -> bytes:
+    """Return the checksum of a payload that comes segment by segment."""
+    whole = xxh3_128()
+    for spec in header.segments:
+        end = spec.offset + spec.size_bytes
+        arrived(header.header_bytes + end)
+        whole.update(payload[spec.offset : end])
+    return whole.digest()
 
 
 def _claimed_header_bytes(data: memoryview) -> int:

@@ -29,7 +29,7 @@ from kvstore.block_format import (
     Arrived,
     BlockHeader,
     check,
-    payload_checksums,
+    payload_checksum,
     read_header,
     recode,
 )
@@ -72,7 +72,7 @@ class AesGcmCodec:
             raise CorruptObjectError("identity", "not the plain object of its key")
         nonce = os.urandom(NONCE_BYTES)
         header, payload = bytearray(plain[: parsed.header_bytes]), self._memory("result", parsed.payload_bytes)
-        recode(memoryview(header), parsed, codec=CODEC_AES_GCM, codec_data=nonce)
+        recode(memoryview(header), codec=CODEC_AES_GCM, codec_data=nonce)
         encryptor = self._cipher(self._aes(self._key(key.owner)), self._gcm(nonce)).encryptor()
         encryptor.authenticate_additional_data(header)
         fingerprint = encryptor.update(parsed.fingerprint)
@@ -80,10 +80,9 @@ class AesGcmCodec:
         encryptor.finalize()
         recode(
             memoryview(header),
-            parsed,
             codec=CODEC_AES_GCM,
             fingerprint=fingerprint,
-            checksums=payload_checksums(payload, parsed.segments),
+            checksum=payload_checksum(payload),
             codec_data=nonce + encryptor.tag,
         )
         return [memoryview(header), payload]
@@ -95,17 +94,16 @@ class AesGcmCodec:
         payload[:] = plain
         recode(
             header,
-            parsed,
             codec=CODEC_PLAIN,
             fingerprint=fingerprint,
-            checksums=payload_checksums(payload, parsed.segments),
+            checksum=payload_checksum(payload),
         )
 
     def _decrypt(self, data: memoryview, parsed: BlockHeader) -> tuple[bytes, memoryview]:
         """Return fingerprint and payload. Nothing of what is decrypted is used before all of it is authentic."""
         nonce, tag = parsed.codec_data[:NONCE_BYTES], parsed.codec_data[NONCE_BYTES:][:TAG_BYTES]
         header, plain = bytearray(data[: parsed.header_bytes]), self._memory("result", parsed.payload_bytes)
-        recode(memoryview(header), parsed, codec=CODEC_AES_GCM, codec_data=nonce)
+        recode(memoryview(header), codec=CODEC_AES_GCM, codec_data=nonce)
         decryptor = self._cipher(self._aes(self._key(parsed.key.owner)), self._gcm(nonce, tag)).decryptor()
         decryptor.authenticate_additional_data(header)
         fingerprint = decryptor.update(parsed.fingerprint)

@@ -25,7 +25,7 @@ HEADER_BYTES = 4096
 """Headers fill a multiple of this, so that payloads begin on a page."""
 
 FIXED_HEADER_BYTES = 320
-SEGMENT_ENTRY_BYTES = 56
+SEGMENT_ENTRY_BYTES = 40
 
 
 class SegmentSpec(msgspec.Struct, frozen=True, array_like=True):

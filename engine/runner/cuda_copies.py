@@ -163,15 +163,23 @@ class _Lane:
         self._driver, self._device = settings.driver, settings.device
         self._copying, self._packing = (torch.cuda.Stream(self._device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._buffers = self._new_buffers()
+        # A request waits for what is loaded, and spinning is faster; for what is saved nobody does.
+        self._copied = torch.cuda.Event(blocking=outward)  # type: ignore[no-untyped-call]
 
     def run(self, objects: Sequence[Chunks]) -> None:
-        """Copy all; the host's part of one batch runs beside the device's part of the next one."""
+        """Copy all. Batches that need no buffer follow each other without a pause. Of others two are under way: the
+        host's part of one runs beside the device's part of the next one."""
         begun: tuple[_Batch, _Buffers] | None = None
+        in_place: list[Chunks] = []
         with torch.cuda.device(self._device):
             try:
                 most = self._settings.batch_bytes
                 cut = chain.from_iterable(some.batches(most, FIRST_BATCH_BYTES) for some in objects)
                 for number, some in enumerate(cut):
+                    if self._goes_in_place(some):
+                        self._copy_chunks(some, some.payloads)
+                        in_place.append(some)
+                        continue
                     buffers = self._buffers[number % 2]
                     batch = self._batch(some, buffers)
                     self._begin(batch, buffers)
@@ -180,6 +188,8 @@ class _Lane:
                     begun = batch, buffers
                 if begun is not None:
                     self._end(*begun)
+                if in_place:
+                    self._end_in_place(in_place)
             except BaseException:
                 self._settle()
                 raise
@@ -197,6 +207,12 @@ class _Lane:
         self._copying.synchronize()
         self._packing.synchronize()
 
+    def _goes_in_place(self, objects: Chunks) -> bool:
+        return self._is_direct(objects) and bool(self._settings.pinned.contain(objects.payloads, objects.sizes).all())
+
+    def _is_direct(self, objects: Chunks) -> bool:
+        return objects.chunk_bytes >= self._settings.direct_bytes or objects.chunk_bytes % GRAIN_BYTES != 0
+
     def _batch(self, objects: Chunks, buffers: _Buffers) -> _Batch:
         hosts, sizes = objects.payloads, objects.sizes
         buffered = np.flatnonzero(~self._settings.pinned.contain(hosts, sizes))
@@ -209,9 +225,9 @@ class _Lane:
         if not self._outward:
             for index in batch.buffered:
                 _move(batch.hosts, batch.objects.payloads, batch.objects.sizes, index)
-        chunk_bytes = batch.objects.chunk_bytes
-        if chunk_bytes >= self._settings.direct_bytes or chunk_bytes % GRAIN_BYTES:
-            self._copy_chunks(batch, buffers)
+        if self._is_direct(batch.objects):
+            self._copy_chunks(batch.objects, batch.hosts)
+            buffers.done.record(self._copying)
         elif self._outward:
             self._pack_and_copy(batch, buffers)
         else:
@@ -223,17 +239,21 @@ class _Lane:
             return
         for index in batch.buffered:
             _move(batch.objects.payloads, batch.hosts, batch.objects.sizes, index)
-        if not batch.objects.addresses.all():
-            _zero_missing(batch.objects)
+        _zero_missing(batch.objects)
 
-    def _copy_chunks(self, batch: _Batch, buffers: _Buffers) -> None:
-        blocks, hosts = batch.objects.addresses, batch.objects.places(batch.hosts)
+    def _end_in_place(self, batches: Sequence[Chunks]) -> None:
+        self._copied.record(self._copying)
+        self._copied.synchronize()
+        if self._outward:
+            for objects in batches:
+                _zero_missing(objects)
+
+    def _copy_chunks(self, objects: Chunks, hosts: Addresses) -> None:
+        blocks, places = objects.addresses, objects.places(hosts)
         if not blocks.all():
-            blocks, hosts = blocks[blocks != 0], hosts[blocks != 0]
-        targets, sources = (hosts, blocks) if self._outward else (blocks, hosts)
-        sizes = np.full(len(blocks), batch.objects.chunk_bytes, np.int64)
-        self._driver.start_copies(targets, sources, sizes, self._copying)
-        buffers.done.record(self._copying)
+            blocks, places = blocks[blocks != 0], places[blocks != 0]
+        targets, sources = (places, blocks) if self._outward else (blocks, places)
+        self._driver.start_copies(targets, sources, np.full(len(blocks), objects.chunk_bytes, np.int64), self._copying)
 
     def _pack_and_copy(self, batch: _Batch, buffers: _Buffers) -> None:
         table, packed = self._send_table(batch, buffers)
@@ -275,6 +295,9 @@ def _move(targets: Addresses, sources: Addresses, sizes: Addresses, index: int) 
 
 
 def _zero_missing(objects: Chunks) -> None:
+    """Chunks that the device does not have read as zeros."""
+    if objects.addresses.all():
+        return
     places = objects.places(objects.payloads)
     for place in places[objects.addresses == 0].tolist():
         ctypes.memset(place, 0, objects.chunk_bytes)

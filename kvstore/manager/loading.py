@@ -39,7 +39,7 @@ AHEAD_BYTES = 128 << 20
 COPY_BYTES = 64 << 20
 """Of blocks that are copied at once: devices are faster with many."""
 
-CHECKERS = max(1, min(4, (os.cpu_count() or 1) // 2))
+CHECKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Threads that check. One does about 10 GB/s from memory."""
 
 

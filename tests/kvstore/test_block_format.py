@@ -212,7 +212,9 @@ def test_lies_under_a_valid_checksum_stay_in_bounds() -> None:
             at += spec.size_bytes
 
 
-@pytest.mark.parametrize(("at", "value", "fault"), [(12, 2, "version"), (14, 2, "version"), (8, 1, "bounds")])
+@pytest.mark.parametrize(
+    ("at", "value", "fault"), [(12, 1, "version"), (12, 3, "version"), (14, 2, "version"), (8, 1, "bounds")]
+)
 def test_other_versions_codecs_and_sizes_are_refused(at: int, value: int, fault: str) -> None:
     data = object_of(1)
     data[at : at + 2] = value.to_bytes(2, "little")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.block_format import CODEC_AES_GCM, check, payload_checksums, read_header, recode
+from kvstore.block_format import CODEC_AES_GCM, check, payload_checksum, read_header, recode
 from kvstore.disk.inspect import open_place, verify
 from kvstore.disk.tier import DiskTier
 from kvstore.encryption import AesGcmCodec, read_secret
@@ -47,7 +47,7 @@ def test_objects_come_back_byte_for_byte() -> None:
         original = object_of(number)
         # All but the time at which each was made.
         assert data[PART.header_bytes :] == original[PART.header_bytes :]
-        assert read_header(memoryview(data)).checksums == read_header(memoryview(original)).checksums
+        assert read_header(memoryview(data)).checksum == read_header(memoryview(original)).checksum
 
 
 def test_neither_payload_nor_tokens_nor_their_checksums_can_be_seen() -> None:
@@ -55,7 +55,7 @@ def test_neither_payload_nor_tokens_nor_their_checksums_can_be_seen() -> None:
     header = check(memoryview(data), key_of(1), codec=None)
     assert header.codec == CODEC_AES_GCM
     assert header.fingerprint != plain.fingerprint
-    assert not set(header.checksums) & set(plain.checksums)
+    assert header.checksum != plain.checksum
     payload = object_of(1)[PART.header_bytes :]
     assert not any(payload[at : at + 16] in data for at in range(0, len(payload), 16))
 
@@ -100,10 +100,9 @@ def resealed(data: bytearray) -> bytearray:
     header = read_header(memoryview(data))
     recode(
         memoryview(data)[: header.header_bytes],
-        header,
         codec=header.codec,
         fingerprint=header.fingerprint,
-        checksums=payload_checksums(memoryview(data)[header.header_bytes :], header.segments),
+        checksum=payload_checksum(memoryview(data)[header.header_bytes :]),
         codec_data=header.codec_data,
     )
     return data
@@ -133,10 +132,9 @@ def test_changes_with_right_checksums_are_found_out() -> None:
         data = bytearray(original)
         recode(
             memoryview(data)[: header.header_bytes],
-            header,
             codec=header.codec,
             fingerprint=header.fingerprint,
-            checksums=header.checksums,
+            checksum=header.checksum,
             codec_data=bytes(kept),
         )
         assert fault_of(data, 1, codec) == "cipher"
