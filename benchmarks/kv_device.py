@@ -105,7 +105,7 @@ class Objects:
         for number, (first, span, part) in enumerate(cut):
             start = number * slot + part.header_bytes
             payload = self.memory[start : start + part.payload_bytes]
-            self.pieces.append(Piece(part, tuple(blocks[first : first + span]), payload))
+            self.pieces.append(Piece(part, tuple(blocks[first : first + span]), payload, self.arena.address + start))
 
     @property
     def size_bytes(self) -> int:

@@ -196,10 +196,12 @@ def _header(identity: Identity, layout: ObjectLayout, checksum: bytes, writer: b
 
 def layout_places(segments: int) -> list[slice]:
     """Return where the header of a plain object of so many segments has what its layout alone tells."""
-    coordinates = slice(_COORDINATES_AT, _COORDINATES_AT + struct.calcsize("<HHHHHHI"))
-    entries = (FIXED_HEADER_BYTES + index * SEGMENT_ENTRY_BYTES for index in range(segments))
-    fixed = [slice(0, _CHECKED_FRONT_BYTES), coordinates, slice(_SIZES_AT, CHECKSUM_PLACE.start)]
-    return [*fixed, *(slice(at, at + _ENTRY.size) for at in entries)]
+    return [
+        slice(0, _CHECKED_FRONT_BYTES),
+        slice(_COORDINATES_AT, _COORDINATES_AT + struct.calcsize("<HHHHHHI")),
+        slice(_SIZES_AT, CHECKSUM_PLACE.start),
+        slice(FIXED_HEADER_BYTES, header_bytes(segments)),
+    ]
 
 
 def header_is_whole(header: memoryview) -> bool:

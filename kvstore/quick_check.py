@@ -31,6 +31,7 @@ class QuickCheck:
         header = data[: self._header_bytes].tobytes()
         if header[KEY_PLACE] != key.namespace + key.owner + key.block:
             return False
-        if any(header[place] != expected for place, expected in self._fixed):
-            return False
+        for place, expected in self._fixed:
+            if header[place] != expected:
+                return False
         return xxh3_128_digest(data[self._header_bytes :]) == header[CHECKSUM_PLACE]

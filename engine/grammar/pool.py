@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from engine.errors import PressureError, RequestError
 from engine.grammar.base import Backend, CompiledGrammar, Matcher, Vocabulary
@@ -26,9 +27,22 @@ log = logging.getLogger(__name__)
 THREADS = 2
 MAX_QUEUED = 256
 MAX_CACHED = 128
+MAX_CACHED_BYTES = 256 << 20
+"""Of what all kept grammars are taken to be. Those that were let go live on as long as a request uses them."""
+
+GRAMMAR_BYTES, BYTES_PER_CHARACTER = 64 << 10, 80
+"""What a compiled grammar is taken to be: the library does not tell. Schemas of 0.3 to 80 KB took at most 80 bytes a
+character and 30 KB."""
+
 TIME_LIMIT_S = 10.0
 STACK_BYTES = 128 << 20
 """Reserved, not used: a schema of the largest size can be one long chain of references, each a level of recursion."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    future: Future[CompiledGrammar]
+    size_bytes: int
 
 
 class GrammarPool:
@@ -44,7 +58,8 @@ class GrammarPool:
         self._masks = MaskThreads()
         self._closed = False
         self._queued = 0
-        self._grammars: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
+        self._grammars: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._kept_bytes = 0
 
     @classmethod
     def of(cls, codec: TextCodec, vocab_size: int, eos_ids: Sequence[int]) -> GrammarPool:
@@ -69,16 +84,17 @@ class GrammarPool:
             known = self._grammars.get(key)
             if known is not None:
                 self._grammars.move_to_end(key)
-                return known
+                return known.future
             if self._closed:
                 raise RuntimeError("this grammar pool is closed")
             if self._queued >= MAX_QUEUED:
                 raise PressureError("too many grammars wait to be compiled")
             self._queued += 1
             future = self._threads().submit(self._compile, grammar)
-            self._grammars[key] = future
-            while len(self._grammars) > MAX_CACHED:
-                self._grammars.popitem(last=False)
+            self._grammars[key] = kept = _Kept(future, GRAMMAR_BYTES + BYTES_PER_CHARACTER * len(grammar.source))
+            self._kept_bytes += kept.size_bytes
+            while len(self._grammars) > MAX_CACHED or self._kept_bytes > MAX_CACHED_BYTES:
+                self._kept_bytes -= self._grammars.popitem(last=False)[1].size_bytes
         future.add_done_callback(lambda done: self._ended(key, done))
         return future
 
@@ -130,5 +146,7 @@ class GrammarPool:
     def _ended(self, key: bytes, future: Future[CompiledGrammar]) -> None:
         with self._lock:
             self._queued -= 1
-            if (future.cancelled() or future.exception() is not None) and self._grammars.get(key) is future:
-                del self._grammars[key]
+            failed = future.cancelled() or future.exception() is not None
+            kept = self._grammars.get(key)
+            if failed and kept is not None and kept.future is future:
+                self._kept_bytes -= self._grammars.pop(key).size_bytes

@@ -26,7 +26,7 @@ from torch import Tensor
 from engine.kernels.kv_objects import GRAIN_BYTES, pack_chunks, unpack_chunks
 from engine.runner.cuda_driver import Addresses, CudaDriver
 from engine.runner.kv_cache import available_memory_bytes
-from engine.runner.kv_places import Chunks
+from engine.runner.kv_places import Chunks, address_of
 
 BATCH_BYTES = 16 << 20
 """Copied at a time: each direction has two buffers of this size, so that the host fills or empties one meanwhile."""
@@ -50,7 +50,7 @@ class PinnedRanges:
 
     def add(self, memory: memoryview) -> int:
         """Pin memory from its start on, at most half of what the machine has left; return how many bytes."""
-        start, done = _address(memory), 0
+        start, done = address_of(memory), 0
         limit = min(memory.nbytes, available_memory_bytes() // 2)
         while done < limit:
             size = min(PIN_BYTES, limit - done)
@@ -301,8 +301,3 @@ def _zero_missing(objects: Chunks) -> None:
     places = objects.places(objects.payloads)
     for place in places[objects.addresses == 0].tolist():
         ctypes.memset(place, 0, objects.chunk_bytes)
-
-
-def _address(memory: memoryview) -> int:
-    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
-    return address

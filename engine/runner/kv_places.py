@@ -107,17 +107,17 @@ class KVPlaces:
         """Return the chunks of objects that have one layout."""
         layout = pieces[0].layout
         cut = self._cut(layout)
-        payloads = np.empty(len(pieces), np.int64)
-        for index, piece in enumerate(pieces):
-            ids = piece.block_ids
-            if len(ids) != layout.span or min(ids) < 0 or max(ids) >= cut.num_blocks:
-                raise ValueError(f"blocks {list(ids)} are not {layout.span} of {cut.num_blocks}")
+        for piece in pieces:
             if piece.payload.nbytes != layout.payload_bytes:
                 raise ValueError(f"a payload of {piece.payload.nbytes} bytes, not {layout.payload_bytes}")
             if writable and piece.payload.readonly:
                 raise ValueError("the payload cannot be written")
-            payloads[index] = np.frombuffer(piece.payload, np.uint8).__array_interface__["data"][0]
+            if len(piece.block_ids) != layout.span:
+                raise ValueError(f"blocks {list(piece.block_ids)} are not {layout.span}")
         ids_of = np.array([piece.block_ids for piece in pieces], np.int64)
+        if ids_of.min() < 0 or ids_of.max() >= cut.num_blocks:
+            raise ValueError(f"blocks {ids_of.min()} to {ids_of.max()} are not all of {cut.num_blocks}")
+        payloads = np.array([piece.address or address_of(piece.payload) for piece in pieces], np.int64)
         addresses = cut.starts[None, :, None] + ids_of[:, None, :] * cut.block_bytes
         addresses[np.broadcast_to(ids_of[:, None, :] == NULL_BLOCK, addresses.shape)] = 0
         counts = np.full(len(pieces), len(cut.starts) * layout.span, np.int64)
@@ -150,3 +150,8 @@ class KVPlaces:
         if not fits or str(tensor.dtype) != f"torch.{spec.dtype}" or not tensor.is_contiguous():
             raise ValueError(f"segments of {spec.dtype} {spec.shape} are not of a cache {tuple(tensor.shape)}")
         return tensor.data_ptr() + layout.head_start * tensor.stride(1) * tensor.itemsize
+
+
+def address_of(memory: memoryview) -> int:
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address

@@ -21,11 +21,13 @@ from kvstore.tier import TierName
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One object between a device and memory: `payload` is laid out as `layout` says, and is of the blocks `block_ids`
-    (of the object's group, one for each block that it spans). Block id 0 stands for none: nothing is written there."""
+    (of the object's group, one for each block that it spans). Block id 0 stands for none: nothing is written there.
+    `address` is where the payload lies, 0 if the caller does not know: finding it out costs as much as all the rest."""
 
     layout: ObjectLayout
     block_ids: Sequence[int]
     payload: memoryview
+    address: int = 0
 
 
 class DeviceMemory(Protocol):

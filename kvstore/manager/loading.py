@@ -234,11 +234,7 @@ class Loader:
 
     def _copy(self, job: LoadJob, blocks: Sequence[_Block]) -> bool:
         parts = [part for block in blocks for part in block]
-        pieces = [
-            Piece(part.layout, (part.block_id,), part.lease.view[part.layout.header_bytes :])
-            for part in parts
-            if part.lease is not None
-        ]
+        pieces = [_piece(part) for part in parts]
         try:
             self._memory.write(pieces)
         except Exception as error:
@@ -268,6 +264,12 @@ class Loader:
             if part.lease is not None:
                 part.lease.release()
                 part.lease = None
+
+
+def _piece(part: _Part) -> Piece:
+    assert part.lease is not None, "a block is copied that is not there"
+    start = part.layout.header_bytes
+    return Piece(part.layout, (part.block_id,), part.lease.view[start:], part.lease.address + start)
 
 
 def _blocks(job: LoadJob) -> list[_Block]:

@@ -153,7 +153,12 @@ class Saver:
             for work in works:
                 slots += [(work, layout, slot) for layout, slot in self._reserve(work, layouts)]
             pieces = [
-                Piece(layout, (work.block.block_ids[layout.group],), slot.view[layout.header_bytes :])
+                Piece(
+                    layout,
+                    (work.block.block_ids[layout.group],),
+                    slot.view[layout.header_bytes :],
+                    slot.address + layout.header_bytes,
+                )
                 for work, layout, slot in slots
             ]
             begun_s = time.monotonic()

@@ -11,6 +11,8 @@ import fcntl
 import mmap
 import os
 
+import numpy as np
+
 from kvstore.errors import TierUnusableError
 
 _SEAL_FUTURE_WRITE = 0x10
@@ -31,6 +33,8 @@ class Arena:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _SEAL_FUTURE_WRITE
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self._all = memoryview(self._map)
+        self.address: int = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
+        """Where it lies in this process."""
 
     @property
     def path(self) -> str:

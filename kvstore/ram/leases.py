@@ -12,14 +12,20 @@ from kvstore.object_key import ObjectKey
 class Lease:
     """`view` is the object's bytes, read-only. They are not reused until `release`, whatever happens to the object.
 
-    `offset` is their place in the arena, for processes that map it. Released exactly once, best as a context manager.
-    `holder` says in logs who forgot to.
+    `offset` is their place in the arena, for processes that map it, and `address` the one in this process. Released
+    exactly once, best as a context manager. `holder` says in logs who forgot to.
     """
 
     def __init__(
-        self, key: ObjectKey, view: memoryview, offset: int, holder: str, release: Callable[[Lease], None]
+        self,
+        key: ObjectKey,
+        view: memoryview,
+        offset: int,
+        address: int,
+        holder: str,
+        release: Callable[[Lease], None],
     ) -> None:
-        self.key, self.view, self.offset, self.holder = key, view.toreadonly(), offset, holder
+        self.key, self.view, self.offset, self.address, self.holder = key, view.toreadonly(), offset, address, holder
         self.taken_s = time.monotonic()
         self._release = release
 
@@ -36,16 +42,18 @@ class Lease:
 
 
 class Slot:
-    """Memory for an object that nobody can find yet: fill `view`, then either `publish` or `abandon` it, once."""
+    """Memory for an object that nobody can find yet: fill `view`, which lies at `address`, then either `publish` or
+    `abandon` it, once."""
 
     def __init__(
         self,
         key: ObjectKey,
         view: memoryview,
+        address: int,
         publish: Callable[[Slot, str | None], Lease | None],
         abandon: Callable[[Slot], None],
     ) -> None:
-        self.key, self.view = key, view
+        self.key, self.view, self.address = key, view, address
         self._publish, self._abandon = publish, abandon
 
     def publish(self, holder: str | None = None) -> Lease | None:

@@ -69,7 +69,8 @@ class RamTier:
             if offset is None:
                 return None
             self._books.set_aside(key.owner, self._slabs.slot_bytes(offset))
-            slot = Slot(key, self.arena.view(offset, size_bytes), self._publish, self._abandon)
+            view, address = self.arena.view(offset, size_bytes), self.arena.address + offset
+            slot = Slot(key, view, address, self._publish, self._abandon)
             self._slots[slot] = offset
             return slot
 
@@ -247,8 +248,8 @@ class RamTier:
         return offset
 
     def _lease_on(self, entry: Entry, holder: str) -> Lease:
-        view = self.arena.view(entry.place, entry.length)
-        lease = Lease(entry.key, view, entry.place, holder, self._release)
+        view, address = self.arena.view(entry.place, entry.length), self.arena.address + entry.place
+        lease = Lease(entry.key, view, entry.place, address, holder, self._release)
         self._leases[lease] = entry
         entry.users += 1
         return lease

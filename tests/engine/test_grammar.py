@@ -249,6 +249,26 @@ def test_the_cache_and_the_queue_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
         pool.close()
 
 
+def test_the_cache_is_bounded_by_the_memory_that_grammars_take(
+    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = Grammar(kind="regex", source="a+"), Grammar(kind="regex", source="(a|b)" * 100)
+    sizes = [pool_module.GRAMMAR_BYTES + pool_module.BYTES_PER_CHARACTER * len(one.source) for one in (small, large)]
+    monkeypatch.setattr(pool_module, "MAX_CACHED_BYTES", sum(sizes))
+    first, second = pool.submit(small), pool.submit(large)
+    assert pool.submit(small) is first
+    third = pool.submit(Grammar(kind="regex", source="b+"))
+    assert third.result(60).start([]).mask()
+    assert pool.submit(small) is first, "the least recently used one went"
+    assert pool.submit(large) is not second
+    monkeypatch.setattr(pool_module, "MAX_CACHED_BYTES", 0)
+    alone = pool.submit(Grammar(kind="regex", source="c+"))
+    assert alone.result(60).start([]).mask(), "one that is not kept serves its request"
+    bad = pool.submit(Grammar(kind="regex", source="("))
+    assert bad.exception(60) is not None
+    assert pool._kept_bytes == 0
+
+
 def test_an_unknown_back_end_is_told_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="llguidance"):
         open_backend("other", vocabulary())
