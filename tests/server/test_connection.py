@@ -262,3 +262,16 @@ async def test_more_connections_than_the_process_can_hold_are_refused(monkeypatc
             status, error = status_and_error(await answer(server, b""))
             assert (status, error["code"]) == (503, "too_many_connections")
         assert (await server.complete()).status_code == 200
+
+
+async def test_head_is_get_without_a_body() -> None:
+    async with serving(FakeEngine()) as server, connected(server) as (reader, writer):
+        writer.write(b"HEAD /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"content-length: 0" not in head
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 "), "nothing came behind the head"
+        refused = await answer(server, b"HEAD /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert refused.startswith(b"HTTP/1.1 405 ")
+        assert refused.endswith(b"\r\n\r\n")
