@@ -133,6 +133,7 @@ async def _fleet(spec: ApiSpec, footing: Footing) -> AsyncGenerator[Fleet, None]
             footing.registry,
             msgspec.structs.replace(spec.config.routing, max_queued=spec.config.share(spec.config.routing.max_queued)),
             keys=footing.keys,
+            insecure=footing.insecure,
             sharing=footing.sharing,
             gateways=footing.gateways,
             with_events=footing.with_events,

@@ -78,7 +78,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
 class GatewayConfig(ServeConfig, frozen=True, kw_only=True):
     """Of `headrace gateway`, which has no engines of its own. `register` names the registry of its workers;
     `dispatches_listen` is where other gateways learn of its dispatches, None is nowhere; `advertise` the host by which
-    they reach it. `wire_key_file` and `wire_clients_file` are as a worker's. `tokenizer` and `engine_key_file` are for
+    they reach it. `wire_key_file` and `wire_clients_file` are as a worker's; with them `insecure` allows workers on
+    other machines to be without. `tokenizer` and `engine_key_file` are for
     engines of other makes (server/foreign/settings.py).
     """
 
@@ -86,6 +87,7 @@ class GatewayConfig(ServeConfig, frozen=True, kw_only=True):
     register: str | None = None
     wire_key_file: str | None = None
     wire_clients_file: str | None = None
+    insecure: bool = False
     dispatches_listen: str | None = None
     advertise: str | None = None
     tokenizer: str | None = None

@@ -32,6 +32,13 @@ GATEWAY_OWN_SETTINGS: tuple[Setting, ...] = (
         metavar="FILE",
     ),
     Setting(
+        name="insecure",
+        field="insecure",
+        section=GATEWAY,
+        config=GatewayConfig,
+        help="With a key of its own, also use workers on other machines that have none, in the clear.",
+    ),
+    Setting(
         name="dispatches-listen",
         field="dispatches_listen",
         section=GATEWAY,

@@ -16,11 +16,13 @@ from server.worker.addresses import advertised_addresses
 
 class Discovery(msgspec.Struct, frozen=True, kw_only=True):
     """What an API process of a gateway is told. `announced` are the gateway's own records, one for each API process;
-    without them it tells nobody but its own processes what it dispatches. `tokenizers` are by model."""
+    without them it tells nobody but its own processes what it dispatches. `insecure` allows workers on other machines
+    to have no key where this gateway has one. `tokenizers` are by model."""
 
     register: str
     wire_key_file: str | None = None
     wire_clients_file: str | None = None
+    insecure: bool = False
     listen: tuple[str, ...] = ()
     announced: tuple[GatewayRecord, ...] = ()
     tokenizers: dict[str, str] = {}
@@ -45,6 +47,7 @@ def discovery_of(config: GatewayConfig, incarnation: str) -> Discovery:
         register=config.register,
         wire_key_file=config.wire_key_file,
         wire_clients_file=config.wire_clients_file,
+        insecure=config.insecure,
         tokenizers=tokenizers_of(config.tokenizer),
         engine_key_file=config.engine_key_file,
     )

@@ -52,7 +52,8 @@ class Fleet:
 
     `gateways` are peers that the registry need not list. It is not ready before its peers have told what they have
     under way, or are silent. Without `with_events` nothing publishes what it caches, and prompts are not looked up.
-    `foreign` is what workers of other makes need. `unready_after_s` is given where all engines are of this machine
+    With `keys` a worker on another machine needs one as well, unless `insecure`. `foreign` is what workers of other
+    makes need. `unready_after_s` is given where all engines are of this machine
     (server/loop_watch.py).
     """
 
@@ -62,6 +63,7 @@ class Fleet:
         config: RoutingConfig,
         *,
         keys: KeyPair | None = None,
+        insecure: bool = False,
         sharing: DispatchSharing | None = None,
         gateways: Sequence[GatewayRecord] = (),
         with_events: bool = True,
@@ -73,7 +75,7 @@ class Fleet:
         """Set once the text of a first model is there, and not reset."""
         self._registry = registry
         self._config = config
-        self._keys = keys
+        self._keys, self._insecure = keys, insecure
         self._sharing = sharing
         self._gateways = tuple(gateways)
         self._with_events = with_events
@@ -185,7 +187,7 @@ class Fleet:
 
     def _link(self, record: WorkerRecord, rank: RankAddress | None) -> FleetLink:
         if rank is not None:
-            return RankLink(record, rank, self._keys, self._changed)
+            return RankLink(record, rank, self._keys, self._changed, insecure=self._insecure)
         interval_s = min(HEALTH_INTERVAL_S, self._config.stall_timeout_s / HEALTH_LOOKS)
         return ForeignLink(record, self._changed, api_key=self._foreign.api_key, health_interval_s=interval_s)
 

@@ -27,6 +27,7 @@ class Footing:
 
     registry: Registry
     keys: KeyPair | None = None
+    insecure: bool = False
     sharing: DispatchSharing | None = None
     gateways: tuple[GatewayRecord, ...] = ()
     own: GatewayRecord | None = None
@@ -62,17 +63,28 @@ def footing_of(spec: ApiSpec) -> Footing:
     sharing = None
     if len(spec.gateways) > 1:
         sharing = DispatchSharing(spec.gateways[spec.index].dispatches)
-    return Footing(LocalRegistry(spec.workers), None, sharing, spec.gateways, with_events=len(spec.workers) > 1)
+    return Footing(
+        LocalRegistry(spec.workers), sharing=sharing, gateways=spec.gateways, with_events=len(spec.workers) > 1
+    )
 
 
 def _of_gateway(spec: ApiSpec, discovery: Discovery) -> Footing:
     registry, keys = open_registry(discovery.register), discovery.keys
     if not discovery.announced:
         sharing = DispatchSharing(spec.gateways[spec.index].dispatches) if len(spec.gateways) > 1 else None
-        return Footing(registry, keys, sharing, spec.gateways, foreign=discovery.foreign)
+        return Footing(registry, keys, discovery.insecure, sharing, spec.gateways, foreign=discovery.foreign)
     context: zmq.Context[Any] = zmq.Context()
     clients = None if discovery.wire_clients_file is None else Path(discovery.wire_clients_file)
     sharing_keys = None if keys is None else SharingKeys(context, keys, clients)
     sharing = DispatchSharing(discovery.listen[spec.index], context=context, keys=sharing_keys)
     own = discovery.announced[spec.index]
-    return Footing(registry, keys, sharing, discovery.announced, own, context=context, foreign=discovery.foreign)
+    return Footing(
+        registry,
+        keys,
+        discovery.insecure,
+        sharing,
+        discovery.announced,
+        own,
+        context=context,
+        foreign=discovery.foreign,
+    )

@@ -11,7 +11,7 @@ import msgspec
 
 from engine.protocol import EngineInfo, GenerateRequest
 from router.registry.base import RankAddress, WorkerRecord
-from server.fleet.link import RETIRE_POLL_S, RETIRE_SILENT_LOOKS, EventsPlace, target_id
+from server.fleet.link import EventsPlace, streams_ended, target_id
 from server.foreign.facts import Probe, ServerFacts, learn
 from server.foreign.gate import foreign_digest
 from server.foreign.info import NO_TEXT, foreign_info
@@ -87,15 +87,10 @@ class ForeignLink:
         await self.engine.close()
 
     async def retire(self) -> None:
-        """Close once its streams have ended, or are silent for too long."""
         for task in self._tasks:
             task.cancel()
         try:
-            frames, silent_looks = 0, 0
-            while self.engine.num_running and silent_looks <= RETIRE_SILENT_LOOKS:
-                silent_looks = silent_looks + 1 if frames == self.engine.frames_received else 0
-                frames = self.engine.frames_received
-                await asyncio.sleep(RETIRE_POLL_S)
+            await streams_ended(self.engine)
         finally:
             await self.engine.close()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -20,6 +19,7 @@ from engine.wire.curve import KeyPair
 from router.readiness import WatchedEngine
 from router.registry.base import RankAddress, WorkerRecord
 from router.registry.compat import compatibility_digest
+from server.worker.addresses import is_reachable_from_outside
 
 log = logging.getLogger("headrace.fleet")
 
@@ -102,7 +102,24 @@ class FleetLink(Protocol):
         """Its streams end with EngineDiedError."""
         ...
 
-    async def retire(self) -> None: ...
+    async def retire(self) -> None:
+        """Close once its streams have ended: being on no list is no reason to break them."""
+        ...
+
+
+async def streams_ended(engine: FleetEngine) -> None:
+    """Wait for the streams of an engine that nobody watches any more: until they have ended, or it is silent for too
+    long, and they had better go on elsewhere."""
+    frames, silent_looks = engine.frames_received, 0
+    while engine.num_running and silent_looks < RETIRE_SILENT_LOOKS:
+        await asyncio.sleep(RETIRE_POLL_S)
+        silent_looks = silent_looks + 1 if frames == engine.frames_received else 0
+        frames = engine.frames_received
+
+
+def _is_remote(rank: RankAddress) -> bool:
+    addresses = (rank.wire, rank.events, rank.events_replay)
+    return any(is_reachable_from_outside(one) for one in addresses if one is not None)
 
 
 class RankLink:
@@ -119,12 +136,19 @@ class RankLink:
         rank: RankAddress,
         keys: KeyPair | None,
         on_change: Callable[[RankLink, bool], None],
+        *,
+        insecure: bool = False,
     ) -> None:
         self.record = record
         self.rank = rank
         self.target_id = target_id(record.worker_id, rank.dp_rank)
         if record.public_key is not None and keys is None:
             raise ConfigError("It asks for keys, and this gateway has no --wire-key-file.")
+        if record.public_key is None and keys is not None and not insecure and _is_remote(rank):
+            raise ConfigError(
+                "It has no key, and what is sent to it could be read on the way.",
+                hint="Give the worker --wire-key-file, or this gateway --insecure.",
+            )
         secured = keys if record.public_key is not None else None
         self.engine = RemoteEngine(rank.wire, keys=secured, server_key=record.public_key, watch_load=True)
         self._on_change = on_change
@@ -171,20 +195,10 @@ class RankLink:
         self.engine.close()
 
     async def retire(self) -> None:
-        """Close once its streams have ended: being on no list is no reason to break them. Nobody watches it any more:
-        when it is silent for too long they go on elsewhere."""
         for task in self._tasks:
             task.cancel()
         try:
-            frames, silent_looks = 0, 0
-            while self.engine.num_running and self.engine.state().state in ("ready", "draining"):
-                silent_looks = silent_looks + 1 if frames == self.engine.frames_received else 0
-                if silent_looks > RETIRE_SILENT_LOOKS:
-                    break
-                frames = self.engine.frames_received
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(RETIRE_POLL_S):
-                        await self.engine.wait_changed()
+            await streams_ended(self.engine)
         finally:
             self.engine.close()
 

@@ -44,7 +44,8 @@ class RankPlaces:
 
 
 def is_reachable_from_outside(address: str) -> bool:
-    """Whether other machines can connect to a socket that listens there. Raises ConfigError for what is no address."""
+    """Whether other machines can connect to a socket that listens there, or have the one that is connected to. Raises
+    ConfigError for what is no address."""
     if address.startswith("ipc://"):
         return False
     host = _split(address)[0].strip("[]")

@@ -13,6 +13,7 @@ import pytest
 import server.fleet.fleet
 import server.fleet.link
 from engine.protocol import GenerateRequest, SamplingParams
+from engine.wire.curve import KeyPair
 from router.registry.base import RankAddress, WorkerRecord
 from server.config import RoutingConfig
 from server.fleet.fleet import Fleet
@@ -257,6 +258,35 @@ async def test_records_that_cannot_be_followed_harm_no_others(
             registry.list(record(tmp_path, "third", model="third"), record(tmp_path, "a"))
             await until(lambda: set(fleet.pools) == {MODEL, "third"}, "it has the place of one that nobody has")
             assert await run(pool, "again") == expected(50)
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+async def test_a_gateway_with_a_key_sends_nothing_in_the_clear_to_other_machines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, insecure: bool
+) -> None:
+    def at(name: str, wire: str, events: str | None = None) -> WorkerRecord:
+        rank = RankAddress(dp_rank=0, wire=wire, events=events, events_replay=events)
+        return record(tmp_path, name, ranks=(rank,))
+
+    local = f"ipc://{tmp_path}/a"
+    records = [
+        at("local", local),
+        at("loopback", "tcp://127.0.0.1:9"),
+        at("remote", "tcp://192.0.2.7:5570"),
+        at("remote-events", f"ipc://{tmp_path}/b", "tcp://192.0.2.7:5571"),
+        at("named", "tcp://worker.example:5570"),
+    ]
+    refused = set() if insecure else {"remote", "remote-events", "named"}
+    fleet = Fleet(ListedRegistry(*records), RoutingConfig(), keys=KeyPair.new(), insecure=insecure)
+    await fleet.start()
+    try:
+        await until(lambda: len(fleet.links) + len(refused) == len(records), "all records are seen")
+        assert {link.record.worker_id for link in fleet.links} == {one.worker_id for one in records} - refused
+        for one in records:
+            told = f"{one.worker_id} cannot be connected to: It has no key"
+            assert (told in caplog.text) == (one.worker_id in refused)
+    finally:
+        await fleet.close()
 
 
 async def test_only_so_many_ranks_are_connected_to(

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 
+import server.fleet.link
 from engine.protocol import GenerateRequest, Grammar, SamplingParams
 from kvstore.events.codec import encode_batch
 from kvstore.events.messages import BlockStored, EventBatch
@@ -19,10 +20,11 @@ from router.registry.base import WorkerRecord
 from router.values import Query
 from server.config import RoutingConfig
 from server.fleet.fleet import Fleet
+from server.fleet.model_pool import ModelPool
 from server.foreign.settings import ForeignSettings
 from server.health import ServiceState
 from tests.support.api_server import serving
-from tests.support.fake_engine import FakeEngine, FakeReadiness
+from tests.support.fake_engine import FakeEngine, FakeReadiness, Gate
 from tests.support.listed_registry import ListedRegistry
 from tests.support.tiny_models import CHAT_TEMPLATE
 from tests.support.tiny_text import byte_ids, tokenizer_json
@@ -41,8 +43,9 @@ def source(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def fleet_of(record: WorkerRecord, source: Path) -> AsyncIterator[Fleet]:
-    fleet = Fleet(ListedRegistry(record), RoutingConfig(), foreign=ForeignSettings(tokenizers={MODEL: str(source)}))
+async def fleet_of(record: WorkerRecord, source: Path, registry: ListedRegistry | None = None) -> AsyncIterator[Fleet]:
+    registry = registry or ListedRegistry(record)
+    fleet = Fleet(registry, RoutingConfig(), foreign=ForeignSettings(tokenizers={MODEL: str(source)}))
     await fleet.start()
     try:
         await fleet.opened.wait()
@@ -110,6 +113,41 @@ async def test_a_server_that_is_away_keeps_nobody_busy(source: Path) -> None:
             for _ in range(100):
                 await asyncio.sleep(0)
             assert len(changes) <= 1, "nothing has changed since"
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["speaks", "silent"])
+async def test_a_server_that_is_no_longer_listed_ends_what_it_has(
+    source: Path, silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is silent: then its streams are not waited for any longer."""
+    monkeypatch.setattr(server.fleet.link, "RETIRE_SILENT_LOOKS", 3 if silent else 10_000)
+    engine = FakeEngine()
+    engine.gate = Gate(after=2)
+    async with serving(engine) as server_of_others:
+        record = WorkerRecord(worker_id="w", model=MODEL, http_url=server_of_others.url, dialect="openai")
+        registry = ListedRegistry(record)
+        async with fleet_of(record, source, registry) as fleet:
+            pool = fleet.pools[MODEL]
+            (link,) = fleet.links
+            await until(lambda: link.engine.is_ready, "it serves")
+            request = GenerateRequest(
+                request_id="r", prompt_ids=byte_ids(b"hello"), sampling=SamplingParams(max_tokens=4, seed=1)
+            )
+            stream = asyncio.create_task(_tokens(pool, request))
+            await asyncio.wait_for(engine.gate.reached.wait(), 60)
+            registry.list()
+            await until(lambda: fleet.links == [], "nothing new goes there")
+            if silent:
+                await until(lambda: not engine.running, "its stream was left")
+                stream.cancel()
+                return
+            assert not stream.done()
+            engine.gate.opened.set()
+            assert await asyncio.wait_for(stream, 60) == engine.echo(request)[:4]
+
+
+async def _tokens(pool: ModelPool, request: GenerateRequest) -> list[int]:
+    return [token async for output in pool.supervisor.generate(request) for token in output.token_ids]
 
 
 async def test_without_a_tokenizer_it_is_told_that_one_is_needed(caplog: pytest.LogCaptureFixture) -> None:
