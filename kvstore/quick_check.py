@@ -12,6 +12,11 @@ from kvstore.layout import ObjectLayout
 from kvstore.object_key import ObjectKey
 
 
+def key_bytes(key: ObjectKey) -> bytes:
+    """Return a key as a header has it, without what its layout tells."""
+    return key.namespace + key.owner + key.block
+
+
 class QuickCheck:
     """Compares the bytes of a header with those that the layout gives it, instead of reading them. Usable from any
     thread; hashing lets go of the interpreter."""
@@ -26,10 +31,14 @@ class QuickCheck:
     def passes(self, data: memoryview, key: ObjectKey) -> bool:
         """Return whether `data` is exactly the object of `key`, which is one of the layout, whole. It implies that
         `kvstore.block_format.check` passes; where it is False that one says what is wrong."""
+        return self.matches(data, key_bytes(key))
+
+    def matches(self, data: memoryview, key: bytes) -> bool:
+        """The same for `key_bytes` of the key."""
         if data.nbytes != self._object_bytes or not header_is_whole(data[: self._header_bytes]):
             return False
         header = data[: self._header_bytes].tobytes()
-        if header[KEY_PLACE] != key.namespace + key.owner + key.block:
+        if header[KEY_PLACE] != key:
             return False
         for place, expected in self._fixed:
             if header[place] != expected:

@@ -100,11 +100,20 @@ class Admission:
         """Tokens of the tickets that were admitted and not yet settled."""
         return self._unsettled_tokens
 
-    def offer(self, tokens: int, priority: int, on_end: Callable[[Ticket], None]) -> Ticket:
-        """Return a ticket: admitted at once (`on_end` is not called then), or waiting.
+    def offer(
+        self,
+        tokens: int,
+        priority: int,
+        on_end: Callable[[Ticket], None],
+        uncached: Callable[[], int] | None = None,
+    ) -> Ticket:
+        """Return a ticket: admitted at once (`on_end` is not called then), or waiting. `tokens` are a prompt's, and
+        `uncached` tells how many of them have to be computed: it is asked where the prompt does not fit whole.
 
         Raises PressureError when the queue is full, unless it goes before one that waits: the last one is shed instead.
         """
+        if uncached is not None and (self._queued or not self._fits(tokens)):
+            tokens = uncached()
         most = self.limits.max_priority
         ticket = Ticket(tokens, max(-most, min(most, priority)), self._clock(), on_end)
         if self._queued == 0 and self._fits(tokens):

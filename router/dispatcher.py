@@ -141,6 +141,12 @@ class Dispatcher:
 
     # Decisions
 
+    def uncached_tokens(self, query: Query) -> int:
+        """Return how many tokens of a prompt would have to be computed on the ready target that holds most of it."""
+        hits = self._index.lookup(query) if query.keys else {}
+        ready = (hits.get(one.target_id, NO_HIT).tokens for one in self._members.values() if one.state == "ready")
+        return max(1, query.prompt_tokens - max(ready, default=0))
+
     def choose(
         self, query: Query, exclude: Collection[str] = (), unreachable: Collection[str] = ()
     ) -> DispatchLease | None:

@@ -187,8 +187,9 @@ class RoutedPool:
             if not turn.done():
                 turn.set_result(None)
 
-        # What is cached shows when it is placed: until then the prompt counts whole.
-        ticket = self.admission.offer(query.prompt_tokens, priority, end)
+        ticket = self.admission.offer(
+            query.prompt_tokens, priority, end, lambda: self.dispatcher.uncached_tokens(query)
+        )
         if ticket.state == "admitted":
             return ticket
         try:

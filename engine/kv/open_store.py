@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_CHECK_PROCESSES = 8
+"""One checks about 9 GB/s; a device takes up to 55."""
+
 CLOSE_S = 10.0
 """Time to write what is queued when the engine ends. What is left is computed again one day."""
 
@@ -48,6 +52,11 @@ def store_config(config: EngineConfig) -> StoreConfig | None:
         secret_file=config.kv_secret_file,
         always_load=config.kv_load == "always",
     )
+
+
+def _check_processes(device: str) -> int:
+    """A CPU computes about as fast as a thread checks; for a GPU checks would be what loads wait for."""
+    return 0 if device == "cpu" else max(1, min(MAX_CHECK_PROCESSES, (os.cpu_count() or 1) // 2))
 
 
 def namespace_of(info: EngineInfo, weights_epoch: str = "") -> Namespace:
@@ -97,7 +106,7 @@ def open_store(config: EngineConfig, info: EngineInfo, memory: KVMemory, wake: C
     if wanted is None:
         return None
     try:
-        store = KVStore(wanted)
+        store = KVStore(msgspec.structs.replace(wanted, check_processes=_check_processes(info.device)))
     except TierUnusableError as error:
         raise ConfigError(f"kv_store: {error}") from None
     memory.pin(store.ram.arena.view(0, store.ram.arena.capacity_bytes))

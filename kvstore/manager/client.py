@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from kvstore.block_format import WRITER_BYTES
 from kvstore.keys import owner_of
 from kvstore.layout import ObjectLayout
+from kvstore.manager.checking import CheckProcesses
 from kvstore.manager.contract import DeviceMemory, Found, Loaded, Released, StoredBlock
 from kvstore.manager.cost import FetchCost
 from kvstore.manager.fetching import Fetches
@@ -42,6 +43,7 @@ class EngineClient:
         on_saved: OnSaved,
         min_blocks: int,
         always_load: bool,
+        check_processes: int = 0,
     ) -> None:
         self._parts = parts
         self._on_saved, self._wake = on_saved, wake
@@ -52,9 +54,14 @@ class EngineClient:
         self._ended: list[Loaded | Released] = []
         self._counts: Counter[str] = Counter()
         self._looker = Looker(ram, lower, self._looked)
+        self._processes: CheckProcesses | None = None
+        if check_processes:
+            self._processes = CheckProcesses(ram.arena.fd, parts.all, check_processes)
         writer = secrets.token_bytes(WRITER_BYTES)
-        self._saver = Saver(ram, memory, self._lock, self._unread, self._saved, self._count, self.cost, writer)
-        self._loader = Loader(ram, lower, fetches, memory, self.cost, self._loaded)
+        self._saver = Saver(
+            ram, memory, self._lock, self._unread, self._saved, self._count, self.cost, writer, self._processes
+        )
+        self._loader = Loader(ram, lower, fetches, memory, self.cost, self._loaded, self._processes)
 
     def use_namespace(self, parts: BlockParts) -> None:
         """From now on this is whose KV the device has. Requests that began before it save nothing more."""
@@ -141,6 +148,8 @@ class EngineClient:
     def close(self) -> None:
         self._saver.close()
         self._loader.close()
+        if self._processes is not None:
+            self._processes.close()
 
     # From the store's threads
 

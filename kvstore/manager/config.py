@@ -34,7 +34,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`disk` is of this machine, and of all its engines when `local_engines` are several. At most one of `shared` and
     `server` is set. `quota_bytes` bounds each tenant in each tier that evicts by itself. `always_load` loads what is
     found whatever it costs, and `min_blocks` is the least that is worth a load. With a `secret_file` what leaves memory
-    is encrypted."""
+    is encrypted. `check_processes` check what is loaded, for engines that are faster than threads would."""
 
     ram_bytes: int = DEFAULT_RAM_BYTES
     disk: DirectorySpec | None = None
@@ -46,6 +46,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     min_blocks: int = 1
     always_load: bool = False
     eviction: str = "lru"
+    check_processes: int = 0
 
 
 def parse_store(specs: Sequence[str]) -> StoreConfig | None:

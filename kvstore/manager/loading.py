@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvstore.block_format import check
 from kvstore.errors import CorruptObjectError
 from kvstore.layout import ObjectLayout
+from kvstore.manager.checking import CheckProcesses
 from kvstore.manager.contract import DeviceMemory, Loaded, Piece
 from kvstore.manager.cost import FetchCost
 from kvstore.manager.fetching import Fetches
@@ -39,6 +40,8 @@ AHEAD_BYTES = 128 << 20
 COPY_BYTES = 64 << 20
 """Of blocks that are copied at once: devices are faster with many."""
 
+MIN_CHECK_S = 1.0
+
 CHECKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Threads that check. One does about 10 GB/s from memory."""
 
@@ -46,6 +49,7 @@ CHECKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 @dataclass(slots=True, eq=False)
 class _Part:
     key: ObjectKey
+    number: int
     layout: ObjectLayout
     check: QuickCheck
     block_id: int
@@ -86,7 +90,8 @@ class LoadJob:
 
 
 class Loader:
-    """One thread copies for all loads of a client, whatever comes first; fetches run in the tiers' threads."""
+    """One thread copies for all loads of a client, whatever comes first; fetches run in the tiers' threads, and checks
+    in threads of its own or in `processes`."""
 
     def __init__(
         self,
@@ -96,7 +101,9 @@ class Loader:
         memory: DeviceMemory,
         cost: FetchCost,
         on_loaded: Callable[[KnownRequest, Loaded], None],
+        processes: CheckProcesses | None = None,
     ) -> None:
+        self._processes = processes
         self._ram, self._lower, self._fetches, self._memory, self._cost = ram, list(lower), fetches, memory, cost
         self._on_loaded = on_loaded
         self._changed = threading.Condition()
@@ -186,7 +193,7 @@ class Loader:
             if not job.runs:
                 return job.loaded == len(job.blocks) or job.loaded in job.lost or job.deadline.passed
             runs, size = [job.runs.popleft()], 0
-            runs[0].good.result()
+            self._await(runs[0], job.deadline)
             while job.runs and job.runs[0].good.done() and size < COPY_BYTES:
                 size += runs[-1].size_bytes
                 runs.append(job.runs.popleft())
@@ -210,8 +217,36 @@ class Loader:
             if ready == job.begun:
                 return
             blocks = job.blocks[job.begun : ready]
-            job.runs.append(_Run(blocks, size, self._checkers.submit(self._check, job, blocks)))
+            job.runs.append(_Run(blocks, size, self._begin_check(job, blocks)))
             job.begun, ahead = ready, ahead + size
+
+    def _begin_check(self, job: LoadJob, blocks: Sequence[_Block]) -> Future[int]:
+        """Have blocks checked, by a process where there is one."""
+        objects = [
+            (part.number, part.lease.offset, part.key) for block in blocks for part in block if part.lease is not None
+        ]
+        asked = None if self._processes is None else self._processes.ask(objects)
+        if asked is None:
+            return self._checkers.submit(self._check, job, blocks)
+        good: Future[int] = Future()
+
+        def answered(answer: Future[int]) -> None:
+            try:  # what is wrong, or was not checked, is looked at again here
+                good.set_result(len(blocks) if answer.result() == len(objects) else self._check(job, blocks))
+            except BaseException as error:
+                good.set_exception(error)
+
+        asked.add_done_callback(answered)
+        return good
+
+    def _await(self, run: _Run, deadline: Deadline) -> None:
+        """Wait for a check, but for no process that hangs."""
+        try:
+            run.good.result(max(MIN_CHECK_S, deadline.left_s))
+        except TimeoutError:
+            if self._processes is not None:
+                self._processes.kill()
+            run.good.result()
 
     def _check(self, job: LoadJob, blocks: Sequence[_Block]) -> int:
         """Return how many blocks are right before the first that is not."""
@@ -277,8 +312,14 @@ def _blocks(job: LoadJob) -> list[_Block]:
     request, parts = job.request, job.request.parts
     return [
         [
-            _Part(layout.key(parts.digest, request.owner, request.keys[job.start + index]), layout, check, block_id)
-            for layout, check in zip(parts.all, parts.checks, strict=True)
+            _Part(
+                layout.key(parts.digest, request.owner, request.keys[job.start + index]),
+                number,
+                layout,
+                check,
+                block_id,
+            )
+            for number, (layout, check) in enumerate(zip(parts.all, parts.checks, strict=True))
             if (block_id := job.block_ids[layout.group][index]) != 0
         ]
         for index in range(len(job.block_ids[0]))

@@ -32,12 +32,17 @@ class BlockParts:
                 self.sliding += layouts
                 self.depths[group] = -(-window // self.block_size)
         self.all = [*self.full, *self.sliding]
+        self._numbers = {id(layout): number for number, layout in enumerate(self.all)}
         self.checks = [QuickCheck(layout) for layout in self.all]
         self.block_bytes = sum(layout.object_bytes for layout in self.all)
 
     def keys(self, owner: bytes, blocks: Sequence[bytes], layouts: Sequence[ObjectLayout]) -> list[ObjectKey]:
         """Return the keys of `layouts` of each block in turn."""
         return [layout.key(self.digest, owner, block) for block in blocks for layout in layouts]
+
+    def number(self, layout: ObjectLayout) -> int:
+        """Return the place of one of `all` in it."""
+        return self._numbers[id(layout)]
 
     def needed(self, index: int, end: int) -> list[ObjectLayout]:
         """Return the objects of block `index` that a prompt of `end` cached blocks needs."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvstore.block_format import Identity, seal
 from kvstore.layout import ObjectLayout
+from kvstore.manager.checking import CheckProcesses
 from kvstore.manager.contract import DeviceMemory, Piece, StoredBlock
 from kvstore.manager.cost import FetchCost
 from kvstore.manager.requests import KnownRequest
@@ -48,7 +49,9 @@ class Saver:
         count: Callable[[str], None],
         cost: FetchCost,
         writer: bytes,
+        processes: CheckProcesses | None = None,
     ) -> None:
+        self._processes = processes
         self._ram, self._memory, self._cost, self._writer = ram, memory, cost, writer
         self._on_unread, self._on_saved, self._count = on_unread, on_saved, count
         self._changed = threading.Condition(lock)
@@ -166,6 +169,7 @@ class Saver:
                 with self._reading:
                     self._memory.read(pieces)
             size = sum(layout.object_bytes for _, layout, _ in slots)
+            new = [(work.request.parts.number(layout), slot.offset, slot.key) for work, layout, slot in slots]
             while slots:
                 work, layout, slot = slots[0]
                 seal(slot.view, _identity(work, layout, slot), layout, self._writer)
@@ -173,6 +177,8 @@ class Saver:
                 slot.publish()
                 self._on_saved(work.block, layout, slot)
             self._cost.observe_save(size, time.monotonic() - begun_s)
+            if self._processes is not None:
+                self._processes.ask(new)
         finally:
             for _, _, slot in slots:
                 slot.abandon()

@@ -100,6 +100,7 @@ class KVStore:
             on_saved=self._saved,
             min_blocks=self._config.min_blocks,
             always_load=self._config.always_load,
+            check_processes=self._config.check_processes,
         )
         with self._lock:
             self._clients.append(client)

@@ -7,11 +7,10 @@ shrink it under a reader, and nobody but its owner can map it for writing.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
-
-import numpy as np
 
 from kvstore.errors import TierUnusableError
 
@@ -33,7 +32,7 @@ class Arena:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | _SEAL_FUTURE_WRITE
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self._all = memoryview(self._map)
-        self.address: int = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         """Where it lies in this process."""
 
     @property

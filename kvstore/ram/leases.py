@@ -43,17 +43,18 @@ class Lease:
 
 class Slot:
     """Memory for an object that nobody can find yet: fill `view`, which lies at `address`, then either `publish` or
-    `abandon` it, once."""
+    `abandon` it, once. `offset` is its place in the arena."""
 
     def __init__(
         self,
         key: ObjectKey,
         view: memoryview,
+        offset: int,
         address: int,
         publish: Callable[[Slot, str | None], Lease | None],
         abandon: Callable[[Slot], None],
     ) -> None:
-        self.key, self.view, self.address = key, view, address
+        self.key, self.view, self.offset, self.address = key, view, offset, address
         self._publish, self._abandon = publish, abandon
 
     def publish(self, holder: str | None = None) -> Lease | None:

@@ -70,7 +70,7 @@ class RamTier:
                 return None
             self._books.set_aside(key.owner, self._slabs.slot_bytes(offset))
             view, address = self.arena.view(offset, size_bytes), self.arena.address + offset
-            slot = Slot(key, view, address, self._publish, self._abandon)
+            slot = Slot(key, view, offset, address, self._publish, self._abandon)
             self._slots[slot] = offset
             return slot
 

@@ -66,7 +66,15 @@ class SimPool:
             self.dispatcher.add_target(worker.worker_id)
 
     def lease(self, request: SimRequest) -> DispatchLease:
-        query = Query(
+        lease = self.dispatcher.choose(self._query(request))
+        assert lease is not None, "simulated workers are always ready"
+        return lease
+
+    def uncached_tokens(self, request: SimRequest) -> int:
+        return self.dispatcher.uncached_tokens(self._query(request))
+
+    def _query(self, request: SimRequest) -> Query:
+        return Query(
             request_id=request.request_id,
             prompt_tokens=request.prompt_tokens,
             keys=request.keys,
@@ -74,9 +82,6 @@ class SimPool:
             output_tokens=request.output_tokens,
             session_id=request.session_id,
         )
-        lease = self.dispatcher.choose(query)
-        assert lease is not None, "simulated workers are always ready"
-        return lease
 
     def report(self, worker_id: str, load: EngineLoad) -> None:
         self.dispatcher.report_load(worker_id, load)
@@ -107,7 +112,8 @@ class SimGateway:
 
         admission = self.pool.admission
         try:
-            ticket = admission.offer(outcome.request.prompt_tokens, 0, end)
+            request = outcome.request
+            ticket = admission.offer(request.prompt_tokens, 0, end, lambda: self.pool.uncached_tokens(request))
         except PressureError:
             self.shed += 1
             return

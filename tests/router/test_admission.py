@@ -55,6 +55,28 @@ def test_a_budget_of_seconds_may_be_under_way_and_what_comes_beyond_waits() -> N
     assert second.state == "admitted"
 
 
+def test_what_has_to_be_computed_is_asked_only_where_a_prompt_does_not_fit_whole() -> None:
+    door = Door()
+    asked: list[int] = []
+
+    def offer(tokens: int, uncached: int) -> Ticket:
+        def tell() -> int:
+            asked.append(uncached)
+            return uncached
+
+        return door.admission.offer(tokens, 0, door.ended.append, tell)
+
+    first = offer(900, 10)
+    assert (first.state, first.tokens, asked) == ("admitted", 900, [])
+    cached = offer(900, 50)
+    assert (cached.state, cached.tokens, asked) == ("admitted", 50, [50])
+    fresh = offer(900, 900)
+    assert (fresh.state, fresh.tokens) == ("waiting", 900)
+    behind = offer(10, 5)
+    assert (behind.state, behind.tokens) == ("waiting", 5), "it comes behind one that waits"
+    assert door.admission.queued_tokens == 905
+
+
 def test_an_idle_pool_takes_any_prompt_and_an_unmeasured_one_takes_all() -> None:
     door = Door()
     assert door.offer(10**6).state == "admitted"

@@ -200,6 +200,23 @@ async def test_a_queued_request_gets_its_turn_when_an_earlier_prompt_is_computed
     fleet.assert_clean()
 
 
+async def test_what_is_cached_takes_no_room() -> None:
+    fleet = Fleet(CueEngine(), admission_limits=AdmissionLimits(budget_s=1.0))
+    fleet.measure()
+    warm = await fleet.pool.choose(ask("warm", prompt=960), ())
+    warm.first_output(TokenOutput("warm", 0, 0, [1]))
+    fleet.pool.report_load("t0", EngineLoad(steps_total=2))
+    busy = await fleet.pool.choose(GenerateRequest(request_id="busy", prompt_ids=[7] * 60), ())
+    again = await asyncio.wait_for(fleet.pool.choose(ask("again", prompt=960), ()), 60)
+    unlike = GenerateRequest(request_id="unlike", prompt_ids=[9] * 960)
+    waiting = asyncio.create_task(fleet.pool.choose(unlike, ()))
+    await until(lambda: fleet.pool.admission.queued_tokens == 960, "what has to be computed waits")
+    for lease in (warm, busy, again):
+        lease.release("ok")
+    (await waiting).release("ok")
+    fleet.assert_clean()
+
+
 async def test_a_client_that_leaves_the_queue_is_noticed() -> None:
     fleet = Fleet(CueEngine(), admission_limits=AdmissionLimits(budget_s=1.0))
     fleet.measure()
