@@ -16,6 +16,7 @@ def load(
     numerics: str = "default",
     max_model_len: int = 512,
     operators: str = "auto",
+    weights: str = "dtype",
 ) -> LoadedModel:
     config = EngineConfig(
         model=str(model),
@@ -23,6 +24,7 @@ def load(
         numerics=numerics,  # type: ignore[arg-type]
         device="cpu",
         operators=operators,  # type: ignore[arg-type]
+        weights=weights,  # type: ignore[arg-type]
         max_model_len=max_model_len,
     )
     return load_model(config, lambda fraction, phase: None)
