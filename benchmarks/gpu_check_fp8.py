@@ -1,12 +1,15 @@
-"""Products with weights in 8 bits on a GPU, against float64 on the numbers that the weights stand for."""
+"""Weights and KV in 8 bits through a GPU's kernels, against float64 on the numbers that they stand for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from engine.attention.base import write_kv_by_index
+from engine.attention.triton_backend import DEFAULT_TILES, INVARIANT_TILES, TritonAttention
 from engine.kernels.fp8 import library_linear, quantise_rows
 from engine.kernels.linear import linear
 from engine.layers import fp8
@@ -45,6 +48,7 @@ def check_fp8_kernels(check: Callable[[str, bool, str], None]) -> None:
         rounded = fp8.Fp8Rows(*quantise_rows(x)).to_dense().double()
         _bounded(check, f"fp8 {name}: sums", library, rounded @ exact_weight.T + bias.double(), LIBRARY_BOUND)
     _check_rounding(check)
+    _check_kv(check)
 
 
 def _check_rounding(check: Callable[[str, bool, str], None]) -> None:
@@ -57,6 +61,33 @@ def _check_rounding(check: Callable[[str, bool, str], None]) -> None:
     check(
         "fp8: tokens are rounded as torch rounds them", passed, f"({int((steps > 0).sum())} of {steps.numel()} differ)"
     )
+
+
+def _check_kv(check: Callable[[str, bool, str], None]) -> None:
+    """Writing against torch's, bit by bit; attention over decode rows, chunks and long prompts."""
+    from tests.support.paged import attend_in_float64, paged_case
+
+    device = torch.device("cuda")
+    query_lens, kv_lens = (1, 1, 7, 300, 1200), (65, 900, 700, 300, 2100)
+    case = paged_case(
+        query_lens, kv_lens, block_size=64, heads=8, kv_heads=2, head_dim=128, device=device, dtype=torch.bfloat16
+    )
+    small = replace(case, k_cache=case.k_cache.to(fp8.FP8), v_cache=case.v_cache.to(fp8.FP8))
+    wide = replace(case, k_cache=small.k_cache.float(), v_cache=small.v_cache.float())
+    for name, tiles in (("default", DEFAULT_TILES), ("invariant", INVARIANT_TILES)):
+        for window in (None, 200):
+            found = TritonAttention("checked", tiles).attend(
+                small.query, small.k_cache, small.v_cache, small.batch, scale=128**-0.5, window_tokens=window
+            )
+            expected = attend_in_float64(wide, scale=128**-0.5, window_tokens=window)
+            error = float((found.double() - expected).norm() / expected.norm())
+            check(f"fp8 KV: attention, {name}, window {window}", error <= 1e-2, f"(error {error:.1e}, bound 1e-02)")
+    key, value = (torch.randn(sum(query_lens), 2, 128, device=device).bfloat16() * 200 for _ in range(2))
+    written, twins = (torch.zeros(2, *case.k_cache.shape, device=device).to(fp8.FP8) for _ in range(2))
+    TritonAttention().write_kv(key, value, written[0], written[1], case.batch)
+    write_kv_by_index(key, value, twins[0], twins[1], case.batch)
+    differing = int((written.view(torch.uint8) != twins.view(torch.uint8)).sum())
+    check("fp8 KV: written as torch rounds it", differing == 0, f"({differing} differ)")
 
 
 def _bounded(check: Callable[[str, bool, str], None], name: str, found: Tensor, expected: Tensor, bound: float) -> None:

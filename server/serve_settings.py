@@ -63,6 +63,12 @@ SETTINGS: tuple[Setting, ...] = (
         metavar="FILE",
     ),
     Setting(
+        name="kv-dtype",
+        field="engine.kv_dtype",
+        section=MEMORY,
+        help="Type of the KV cache; fp8 holds twice the tokens, on GPUs.",
+    ),
+    Setting(
         name="kv-cache-memory",
         field="engine.kv_cache_memory_bytes",
         section=MEMORY,

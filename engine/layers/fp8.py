@@ -52,7 +52,12 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     within 2^-10 of its row's scale where that is more."""
     wide = x.float()
     scales = wide.abs().amax(dim=1).clamp(min=SMALLEST_RANGE) / LARGEST
-    return (wide / scales[:, None]).clamp(-LARGEST, LARGEST).to(FP8), scales
+    return rounded(wide / scales[:, None]), scales
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Return x in e4m3 without a scale; what is too large becomes the largest number."""
+    return x.clamp(-LARGEST, LARGEST).to(FP8)
 
 
 def linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

@@ -82,7 +82,7 @@ def kernel_ops(numerics: Numerics) -> RowOps:
 
 
 def _fp8_linear(numerics: Numerics, device: torch.device) -> Fp8Linear:
-    if device.type == "cuda" and _computes_fp8(device):
+    if device.type == "cuda" and computes_fp8(device):
         return _fp8_kernels(numerics)
     if numerics == "default":
         return _fp8_linear_as_on_gpus if device.type == "cpu" else fp8.linear
@@ -94,7 +94,7 @@ def _fp8_linear(numerics: Numerics, device: torch.device) -> Fp8Linear:
     return lambda x, weight, scales, bias: _in_tiles(partial(fp8.linear, weight=weight, scales=scales, bias=bias), x)
 
 
-def _computes_fp8(device: torch.device) -> bool:
+def computes_fp8(device: torch.device) -> bool:
     from engine.kernels.fp8 import FIRST_CAPABILITY
 
     return torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY

@@ -17,8 +17,8 @@ from engine.config import EngineConfig
 from engine.cpu_ops.library import Library, library_or_none, load_library
 from engine.cpu_ops.packing import ELEMENT_TYPES
 from engine.errors import ConfigError, ModelError, RequestError
-from engine.layers.fp8 import WeightPart
-from engine.layers.row_ops import RowOps, check_row_independence, row_ops
+from engine.layers.fp8 import FP8, WeightPart
+from engine.layers.row_ops import RowOps, check_row_independence, computes_fp8, row_ops
 from engine.loader.arithmetic import arithmetic_digest
 from engine.loader.checkpoint import Checkpoint, TextFiles
 from engine.loader.gguf_checkpoint import GGUFCheckpoint
@@ -80,6 +80,7 @@ class LoadedModel:
     arithmetic: str
     architecture: str
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
     operators: str
     ignores_unwritten_kv: bool
@@ -101,6 +102,7 @@ def load_model(
     device, dtype = choose_device(config.device), _DTYPES[config.dtype]
     backend, ops = choose(device, config.numerics), row_ops(config.numerics, device, config.weights)
     library = _cpp_operators(config, device, dtype)
+    kv_dtype = FP8 if config.kv_dtype == "fp8" else dtype
     on_progress(0.0, "opening model files")
     checkpoint = open_checkpoint(config.model, on_progress, device)
     try:
@@ -114,7 +116,7 @@ def load_model(
         # Without memory first: what a file claims of itself may be anything.
         outline = _built(lambda: build(torch.device("meta"), 1), checkpoint)
         _check_tensors(outline, checkpoint)
-        check_room(outline.kv_groups(), dtype, max_model_len)
+        check_room(outline.kv_groups(), kv_dtype, max_model_len)
         codec, text, assets = _text_assets(checkpoint, config.chat_template)
         # An end token that the model has no logit for is never chosen.
         eos_ids = tuple(token for token in checkpoint.eos_ids if 0 <= token < checkpoint.config.vocab_size)
@@ -138,6 +140,7 @@ def load_model(
         arithmetic=arithmetic_digest(device),
         architecture=checkpoint.architecture,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
         operators=(backend.name if library is None else library.operators)
         + ("" if config.weights == "dtype" else f"_{config.weights}"),
@@ -150,7 +153,7 @@ def load_model(
 
 def _cpp_operators(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Library | None:
     """Return the C++ operators, or None for those of torch or of the GPU. Raises ConfigError where they are a must."""
-    if config.weights == "fp8":
+    if "fp8" in (config.weights, config.kv_dtype):
         _check_fp8(config, device, dtype)
         return None
     serve = device.type == "cpu" and dtype in ELEMENT_TYPES
@@ -169,13 +172,19 @@ def _cpp_operators(config: EngineConfig, device: torch.device, dtype: torch.dtyp
 
 
 def _check_fp8(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError for what weights of fp8 cannot go with."""
-    if config.operators == "cpp":
-        raise ConfigError("weights 'fp8' are not available with the operators 'cpp'", hint="Use --weights int8.")
-    if device.type == "cuda" and dtype != torch.bfloat16:
+    """Raise ConfigError for what weights or KV of fp8 cannot go with."""
+    setting = "weights 'fp8'" if config.weights == "fp8" else "kv_dtype 'fp8'"
+    if config.operators == "cpp" or config.weights == "int8":
+        other = "operators 'cpp'" if config.operators == "cpp" else "weights 'int8'"
+        raise ConfigError(f"{setting} cannot go with {other}", hint="Leave one of the two out.")
+    if config.weights == "fp8" and device.type == "cuda" and dtype != torch.bfloat16:
         raise ConfigError(
             f"weights 'fp8' are not available for device 'cuda' with dtype '{str(dtype)[6:]}'",
             hint="Use --dtype bfloat16, or the default.",
+        )
+    if config.kv_dtype == "fp8" and device.type == "cuda" and not computes_fp8(device):
+        raise ConfigError(
+            "kv_dtype 'fp8' needs a GPU of compute capability 8.9 or more", hint="Use --kv-dtype dtype, or the default."
         )
 
 

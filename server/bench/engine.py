@@ -95,7 +95,12 @@ def run(shape: str, config: EngineConfig, plan: BenchPlan, where: Sequence[Where
     figures: list[Figure] = []
     for place in where:
         with (RemoteDriver if place == "process" else LocalDriver)(config) as driver:
-            costs = ModelCosts.of(SHAPES[shape], layer_weight_bytes=1 if config.weights == "fp8" else 2)
+            in_bytes = {"fp8": 1}
+            costs = ModelCosts.of(
+                SHAPES[shape],
+                layer_weight_bytes=in_bytes.get(config.weights, 2),
+                kv_bytes=in_bytes.get(config.kv_dtype, 2),
+            )
             bench = _Bench(driver, place, SHAPES[shape], costs, plan, ceilings, figures)
             bench.measure()
             record = Record(

@@ -22,7 +22,7 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes in bfloat16, but for layers' weights in 8 bits; operations are two per multiplication."""
+    """Bytes in bfloat16, but for layers' weights and KV in 8 bits; operations are two per multiplication."""
 
     layer_parameters: int
     head_parameters: int
@@ -31,13 +31,13 @@ class ModelCosts(msgspec.Struct, frozen=True, kw_only=True):
     layer_weight_bytes: int = 2
 
     @classmethod
-    def of(cls, config: LlamaConfig, layer_weight_bytes: int = 2) -> ModelCosts:
+    def of(cls, config: LlamaConfig, layer_weight_bytes: int = 2, kv_bytes: int = 2) -> ModelCosts:
         query, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
         layer = config.hidden_size * (2 * query + 2 * kv + 3 * config.intermediate_size)
         return cls(
             layer_parameters=config.layers * layer,
             head_parameters=config.vocab_size * config.hidden_size,
-            kv_bytes_per_token=4 * config.layers * kv,
+            kv_bytes_per_token=2 * kv_bytes * config.layers * kv,
             attention_flops_per_pair=4 * config.layers * query,
             layer_weight_bytes=layer_weight_bytes,
         )

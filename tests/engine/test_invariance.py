@@ -129,9 +129,11 @@ def test_tiny_llamas_are_bitwise_invariant(tmp_path: Path, variant: str, dtype: 
     check_all(loaded, prompt_tokens=48, steps=12, block_size=16, rounds=3, chunks=CHUNKS)
 
 
+@pytest.mark.parametrize("kv_dtype", ["dtype", "fp8"])
 @pytest.mark.parametrize("variant", TINY)
-def test_tiny_llamas_in_fp8_are_bitwise_invariant(tmp_path: Path, variant: str) -> None:
-    loaded = load(write_tiny_llama(tmp_path, **TINY[variant]), "bfloat16", "invariant", weights="fp8")  # type: ignore[arg-type]
+def test_tiny_llamas_in_fp8_are_bitwise_invariant(tmp_path: Path, variant: str, kv_dtype: str) -> None:
+    directory = write_tiny_llama(tmp_path, **TINY[variant])  # type: ignore[arg-type]
+    loaded = load(directory, "bfloat16", "invariant", weights="fp8", kv_dtype=kv_dtype)
     check_all(loaded, prompt_tokens=48, steps=6, block_size=16, rounds=2, chunks=(5, 27))
 
 
