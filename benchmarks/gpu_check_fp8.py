@@ -20,8 +20,9 @@ WEIGHT_BOUND = 5e-3
 TOKENS_BOUND = 5e-2
 """Of the library's: tokens are rounded to e4m3 as well, by up to 1/16 and by about 1/40 in the mean."""
 
-LIBRARY_BOUND = 1e-2
-"""Of the library's against the same rounded tokens: its sums are not those of float32."""
+LIBRARY_BOUND = 3e-2
+"""Of the library's against the same rounded tokens: tensor cores add products of 8 bits with fewer bits than float32
+has, and err by a part of 2^-13 or so at each of k / 32 additions."""
 
 SHAPES = {"0.6B qkv": (4096, 1024), "0.6B down": (1024, 3072), "8B qkv": (6144, 4096), "8B down": (4096, 14336)}
 
