@@ -1,12 +1,14 @@
 """Checks of the whole engine on a GPU: what may never differ, and tokens against float32 on the CPU.
 
-    python3 -m benchmarks.gpu_check [--models tiny,smollm2-135m] [--device cuda]
+    python3 -m benchmarks.gpu_check [--models tiny,smollm2-135m] [--device cuda] [--weights dtype,fp8]
+                                    [--kv-dtype dtype,fp8]
 
 In invariant mode tokens and logprobs of greedy and seeded requests have to be bitwise the same with graphs or operator
 by operator, with one step in flight or two, alone, in chunks, and from the prefix cache; in default mode tokens have to
 be the same with one step in flight or two. Some requests have a grammar, and what they write has to be in it. Every
 greedy token without one has to be the float32 reference's, up to near ties. Launching runs under the guard against
-hidden waits. Exit code 1 when a check fails.
+hidden waits. With fp8 for weights or KV all of that with 8 bits, and the kernels against float64 first. Exit code 1
+when a check fails.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_check_grammars import EOS_ID, byte_pool, constrained, fault_of
 from benchmarks.plan_driver import PlanDriver
-from engine.config import EngineConfig
+from engine.config import EngineConfig, KVFormat, WeightFormat
 from engine.core import EngineCore
 from engine.grammar.pool import GrammarPool
 from engine.layers.linear import Linear, values_of
@@ -42,6 +46,12 @@ MAX_SLOTS = 24
 NEAR_TIE = 0.1
 """Logits of the random models have a spread of about 1, and bfloat16 moves each by a few hundredths."""
 
+NEAR_TIE_FP8 = 0.4
+"""With weights in 8 bits a prompt's activations are rounded to e4m3 as well; with KV in 8 bits keys and values are."""
+
+Format = tuple[WeightFormat, KVFormat]
+"""What of a model is in 8 bits."""
+
 Streams = dict[str, tuple[list[int], list[TokenLogprobs]]]
 
 
@@ -60,12 +70,21 @@ class GuardedRunner(TorchRunner):
             super().launch(plan)
 
 
-def load(model: str, numerics: Numerics, device: str, dtype: str = "bfloat16") -> LoadedModel:
+def load(
+    model: str,
+    numerics: Numerics,
+    device: str,
+    dtype: str = "bfloat16",
+    *,
+    formats: Format = ("dtype", "dtype"),
+) -> LoadedModel:
     config = EngineConfig(
         model=f"random:{model}",
         numerics=numerics,
         device=device,  # type: ignore[arg-type]
         dtype=dtype,  # type: ignore[arg-type]
+        weights=formats[0],
+        kv_dtype=formats[1],
         operators="torch" if device == "cpu" else "auto",  # the reference, and the interpreter's counterpart
         max_model_len=MAX_MODEL_LEN,
     )
@@ -84,7 +103,7 @@ def make_core(
 ) -> EngineCore:
     num_blocks = (NUM_BLOCKS,) * len(loaded.kv_groups)
     on_cpu = loaded.device.type == "cpu"
-    blocks = KVCache(loaded.kv_groups, num_blocks, BLOCK_SIZE, loaded.dtype, loaded.device, keeps_finite=on_cpu)
+    blocks = KVCache(loaded.kv_groups, num_blocks, BLOCK_SIZE, loaded.kv_dtype, loaded.device, keeps_finite=on_cpu)
     runner = GuardedRunner(
         loaded.module,
         blocks,
@@ -189,8 +208,9 @@ def check_grammars(checks: Checks, name: str, wanted: Sequence[GenerateRequest],
     checks(f"{name}: {len(some)} constrained outputs are what their grammars allow", not faults, "; ".join(faults))
 
 
-def check_invariant(checks: Checks, model: str, device: str) -> None:
-    loaded = load(model, "invariant", device)
+def check_invariant(checks: Checks, model: str, device: str, formats: Format) -> None:
+    loaded = load(model, "invariant", device, formats=formats)
+    model = named(model, formats)
     grammars = byte_pool(loaded.vocab_size)
     wanted = requests(loaded.vocab_size, logprobs=2)
 
@@ -222,8 +242,9 @@ def check_invariant(checks: Checks, model: str, device: str) -> None:
     grammars.close()
 
 
-def check_default(checks: Checks, model: str, device: str) -> None:
-    loaded = load(model, "default", device)
+def check_default(checks: Checks, source: str, device: str, formats: Format) -> None:
+    loaded = load(source, "default", device, formats=formats)
+    model = named(source, formats)
     wanted = requests(loaded.vocab_size, logprobs=None)
     graphs = device == "cuda"
     grammars = byte_pool(loaded.vocab_size)
@@ -238,11 +259,22 @@ def check_default(checks: Checks, model: str, device: str) -> None:
     checks(f"{model} default: no hidden waits", GuardedRunner.guarded > 0, f"({GuardedRunner.guarded} launches)")
     check_grammars(checks, f"{model} default", wanted, streams[0], loaded.vocab_size)
     grammars.close()
-    check_reference(checks, model, loaded, wanted, streams[0])
+    near_tie = NEAR_TIE_FP8 if "fp8" in formats else NEAR_TIE
+    check_reference(checks, source, loaded, wanted, streams[0], near_tie)
+
+
+def named(model: str, formats: Format) -> str:
+    weights, kv = formats
+    return model + (f" {weights}" if weights != "dtype" else "") + (f" KV {kv}" if kv != "dtype" else "")
 
 
 def check_reference(
-    checks: Checks, model: str, loaded: LoadedModel, wanted: Sequence[GenerateRequest], streams: Streams
+    checks: Checks,
+    model: str,
+    loaded: LoadedModel,
+    wanted: Sequence[GenerateRequest],
+    streams: Streams,
+    near_tie: float,
 ) -> None:
     """Compare greedy tokens with the same weights in float32 on the CPU, given the tokens before."""
     assert isinstance(loaded.module, Llama)
@@ -250,7 +282,7 @@ def check_reference(
     assert isinstance(reference.module, Llama)
     unpack(reference.module)
     for (_, target), (_, source) in zip(reference.module.named_parts(), loaded.module.named_parts(), strict=True):
-        target.copy_(source)
+        target.copy_(source.to_dense())
     worst, exact, total = 0.0, 0, 0
     for request in wanted:
         if request.grammar is not None or request.sampling.temperature > 0 or len(request.prompt_ids) > 400:
@@ -264,7 +296,10 @@ def check_reference(
         exact += int((gap == 0).sum())
         total += len(tokens)
     note = f"({exact} of {total} the same, the worst {worst:.3f} below the best logit)"
-    checks(f"{model} default: greedy tokens against float32", total > 50 and worst <= NEAR_TIE, note)
+    kept = str(loaded.kv_dtype).removeprefix("torch.")
+    checks(
+        f"{model} {loaded.operators}, KV {kept}: greedy tokens against float32", total > 50 and worst <= near_tie, note
+    )
 
 
 def unpack(module: Llama) -> None:
@@ -289,18 +324,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="tiny,smollm2-135m")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--weights", default="dtype,fp8")
+    parser.add_argument("--kv-dtype", default="dtype,fp8")
     args = parser.parse_args()
     checks = Checks()
     row_ops("default", torch.device(args.device))  # fails early where triton is missing
-    for model in args.models.split(","):
+    all_formats = list(product(args.weights.split(","), args.kv_dtype.split(",")))
+    if any("fp8" in formats for formats in all_formats) and args.device == "cuda":
+        from benchmarks.gpu_check_fp8 import check_fp8_kernels
+
+        check_fp8_kernels(checks)
+    for model, formats in product(args.models.split(","), all_formats):
         for name, check in (("invariant", check_invariant), ("default", check_default)):
+            call = partial(check, checks, model, args.device, formats)
             try:
-                timed(f"{model} {name}", lambda check=check, model=model: check(checks, model, args.device))  # type: ignore[misc]
+                timed(f"{named(model, formats)} {name}", call)
             except Exception as error:  # the other checks still say something
                 import traceback
 
                 traceback.print_exc()
-                checks(f"{model} {name}: {type(error).__name__}", passed=False)
+                checks(f"{named(model, formats)} {name}: {type(error).__name__}", passed=False)
     print("all passed" if not checks.failures else f"{checks.failures} checks FAILED")
     return min(checks.failures, 1)
 

@@ -85,7 +85,7 @@ class PlanDriver:
         self.block_size = block_size
         # All groups use the same block numbers, and nothing behind a window is ever given back.
         self._groups = len(loaded.kv_groups)
-        self.cache = KVCache(loaded.kv_groups, (num_blocks,) * self._groups, block_size, loaded.dtype, loaded.device)
+        self.cache = KVCache(loaded.kv_groups, (num_blocks,) * self._groups, block_size, loaded.kv_dtype, loaded.device)
         self.runner = TorchRunner(
             self.tap,
             self.cache,

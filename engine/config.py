@@ -11,7 +11,8 @@ from engine.protocol import Numerics
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 OperatorSet = Literal["auto", "cpp", "torch"]
-WeightFormat = Literal["dtype", "int8"]
+WeightFormat = Literal["dtype", "int8", "fp8"]
+KVFormat = Literal["dtype", "fp8"]
 LoadRule = Literal["auto", "always"]
 
 
@@ -21,7 +22,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `model` is a directory, a GGUF file, a packaged model's name or a hub's org/name. `kv_cache_memory_bytes` bounds the
     device's KV pool. `max_step_tokens` is the token budget of one step, `max_running` the number of slots (None: what
     the device is good for), `max_waiting` the bound of the queue. `operators` is for a CPU: "auto" is "cpp" where there
-    is a compiler, or what one has made, and the dtype is bfloat16 or float32. `weights` "int8" needs "cpp".
+    is a compiler, or what one has made, and the dtype is bfloat16 or float32. `weights` "int8" needs "cpp",
+    "fp8" is for GPUs, and on a CPU for trials with the operators of torch; so is `kv_dtype` "fp8".
     `in_flight_steps` 1 is the synchronous loop, 2 schedules a step while the one before it runs; None is 2 on a GPU and
     1 on a CPU. `kv_store` has a text for each tier of the KV store (kvstore/manager/config.py), of which each tenant
     gets at most `kv_quota_bytes`; what leaves memory is encrypted with the secret of `kv_secret_file`, and
@@ -39,6 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     weights: WeightFormat = "dtype"
     max_model_len: int | None = None
     block_size: int = 64
+    kv_dtype: KVFormat = "dtype"
     kv_cache_memory_bytes: int | None = None
     max_running: int | None = None
     max_waiting: int = 4096

@@ -229,7 +229,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype, mode and `arithmetic`, which is a digest of the code that computes, its libraries and its processor: tokens
     may differ between engines that differ in it. `generation_defaults` are the model's own sampling defaults by
     SamplingParams field name. `max_step_tokens` is the token budget of a step. `pid` is of the engine's process, 0
-    where that means nothing.
+    where that means nothing. `kv_dtype` is empty where KV has the `dtype`.
     """
 
     model: str
@@ -255,10 +255,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     config_digest: str = ""
     max_step_tokens: Size = 1024
     arithmetic: str = ""
+    kv_dtype: str = ""
 
     @property
     def numerics_fingerprint(self) -> str:
-        return f"{self.device}/{self.operators}/{self.dtype}/{self.numerics}/{self.arithmetic}"
+        kv = f" with KV in {self.kv_dtype}" if self.kv_dtype else ""
+        return f"{self.device}/{self.operators}/{self.dtype}{kv}/{self.numerics}/{self.arithmetic}"
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

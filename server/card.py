@@ -50,6 +50,7 @@ def facts(info: EngineInfo, *, replicas: int = 1) -> dict[str, str | int]:
         "device": info.device,
         "threads": info.threads,
         "dtype": info.dtype,
+        "kv_dtype": info.kv_dtype or info.dtype,
         "numerics": info.numerics,
         "operators": info.operators,
         "max_model_len": info.max_model_len,
@@ -61,7 +62,7 @@ def facts(info: EngineInfo, *, replicas: int = 1) -> dict[str, str | int]:
 def _capacity(info: EngineInfo) -> str:
     """Tokens that fit, and how many requests of a full window that is."""
     at_once = info.kv_capacity_tokens / info.max_model_len
-    blocks = f"blocks of {info.block_size}"
+    blocks = f"blocks of {info.block_size}" + (f", {info.kv_dtype}" if info.kv_dtype else "")
     return f"{_count(info.kv_capacity_tokens, 'token')} in {blocks}: {at_once:.1f} requests at the full window"
 
 

@@ -45,7 +45,7 @@ SETTINGS: tuple[Setting, ...] = (
         name="weights",
         field="engine.weights",
         section=MODEL,
-        help="int8: 8 bits a weight and activations in groups of 32, for a CPU with the operators cpp.",
+        help="In 8 bits: fp8 with a scale an output, for GPUs; int8 in groups of 32, for a CPU with the operators cpp.",
     ),
     Setting(
         name="threads",
@@ -61,6 +61,12 @@ SETTINGS: tuple[Setting, ...] = (
         section=MODEL,
         help="A Jinja chat template to use instead of the model's own.",
         metavar="FILE",
+    ),
+    Setting(
+        name="kv-dtype",
+        field="engine.kv_dtype",
+        section=MEMORY,
+        help="Type of the KV cache; fp8 holds twice the tokens, on GPUs.",
     ),
     Setting(
         name="kv-cache-memory",

@@ -13,6 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from engine.layers.fp8 import FP8, rounded
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -90,5 +92,15 @@ def write_kv_by_index(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tens
     """Store KV with plain torch operators, on any device."""
     block = torch.div(batch.write_index, batch.block_size, rounding_mode="floor")
     offset = batch.write_index % batch.block_size
-    k_cache[block, :, offset] = key
-    v_cache[block, :, offset] = value
+    for cache, new in ((k_cache, key), (v_cache, value)):
+        movable(cache)[block, :, offset] = movable(as_kept(new, cache.dtype))
+
+
+def as_kept(new: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return keys or values in the cache's type."""
+    return rounded(new) if dtype == FP8 else new
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """Return a view that torch's operators on indices take: they know few types of 8 bits."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor

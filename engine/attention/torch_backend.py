@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import AttentionBatch
+from engine.attention.base import AttentionBatch, as_kept, movable
 from engine.attention.torch_plan import DecodeBucket, PrefillRow, TorchPlan, make_plan, write_rows
 
 
@@ -24,8 +24,9 @@ class TorchAttention:
     def write_kv(self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
         rows = self._write_rows(batch, k_cache.shape[1])
         head_dim = k_cache.shape[-1]
-        k_cache.view(-1, head_dim).index_copy_(0, rows, key.reshape(-1, head_dim))
-        v_cache.view(-1, head_dim).index_copy_(0, rows, value.reshape(-1, head_dim))
+        for cache, new in ((k_cache, key), (v_cache, value)):
+            kept = as_kept(new.reshape(-1, head_dim), cache.dtype)
+            movable(cache).view(-1, head_dim).index_copy_(0, rows, movable(kept))
 
     def attend(
         self,
@@ -63,18 +64,18 @@ class TorchAttention:
         return kept[2]
 
 
-def _gather(cache: Tensor, block_rows: Tensor, rows: int) -> Tensor:
-    """Return [rows, kv_heads, keys, head_dim]."""
+def _gather(cache: Tensor, block_rows: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """Return [rows, kv_heads, keys, head_dim] of `dtype`."""
     _, kv_heads, block_size, head_dim = cache.shape
-    picked = cache.view(-1, block_size * head_dim).index_select(0, block_rows)
-    return picked.view(rows, kv_heads, -1, head_dim)
+    picked = movable(cache).view(-1, block_size * head_dim).index_select(0, block_rows)
+    return picked.view(cache.dtype).to(dtype).view(rows, kv_heads, -1, head_dim)
 
 
 def _attend_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: DecodeBucket, scale: float) -> Tensor:
     rows, heads, head_dim = query.shape
     seen = bucket.mask.shape[-1]
-    keys = _gather(k_cache, bucket.block_rows, rows)[:, :, :seen]
-    values = _gather(v_cache, bucket.block_rows, rows)[:, :, :seen]
+    keys = _gather(k_cache, bucket.block_rows, rows, query.dtype)[:, :, :seen]
+    values = _gather(v_cache, bucket.block_rows, rows, query.dtype)[:, :, :seen]
     grouped = query.reshape(rows, keys.shape[1], -1, head_dim)
     mask = bucket.mask.expand(-1, 1, grouped.shape[2], -1)
     attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
@@ -88,7 +89,7 @@ def _attend_prefill(query: Tensor, k_cache: Tensor, v_cache: Tensor, row: Prefil
     # [kv_heads, group, ...]: the group's keys are expanded, not copied.
     grouped = query.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     keys, values = (
-        _gather(cache, row.block_rows, 1)[0, :, None, : row.keys].expand(-1, group, -1, -1)
+        _gather(cache, row.block_rows, 1, query.dtype)[0, :, None, : row.keys].expand(-1, group, -1, -1)
         for cache in (k_cache, v_cache)
     )
     attended = F.scaled_dot_product_attention(

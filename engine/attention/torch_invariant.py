@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBatch, write_kv_by_index
+from engine.attention.base import AttentionBatch, movable, write_kv_by_index
 from engine.plan import NULL_BLOCK
 
 QUERY_TILE = 16
@@ -54,7 +54,7 @@ class TorchInvariantAttention:
             blocks = batch.block_tables[row, first_block : -(-end // batch.block_size)].long()
             # The tile's padded queries see further back than any token: there, blocks may be another request's by now.
             blocks[: _seen_from(start, batch.block_size, window_tokens) - first_block] = NULL_BLOCK
-            keys, values = k_cache[blocks].float(), v_cache[blocks].float()
+            keys, values = (movable(cache)[blocks].view(cache.dtype).float() for cache in (k_cache, v_cache))
             for tile in _tiles(start, queries, first_token):
                 seen = -(-min(tile.start + QUERY_TILE, end) // batch.block_size) - first_block
                 visible = _visible(tile.start, first_block * batch.block_size, seen * batch.block_size, window_tokens)

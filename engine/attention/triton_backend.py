@@ -203,11 +203,10 @@ class _Call:
         """Loads of KV hang on loads of the block table, and Triton shares the stages out between the two. Hopper's
         asynchronous products hold on to one tile more.
         """
-        row_bytes = self.query.shape[2] * self.k_cache.element_size()
-        tile_bytes = 2 * self.tiles.kv_tile * row_bytes
-        return 1 + 2 * buffers_that_fit(
-            self.query.device, rows * row_bytes + tile_bytes, tile_bytes, self.tiles.kv_buffers
-        )
+        row_bytes = self.query.shape[2] * self.query.element_size()
+        held_bytes = rows * row_bytes + 2 * self.tiles.kv_tile * row_bytes
+        tile_bytes = 2 * self.tiles.kv_tile * self.query.shape[2] * self.k_cache.element_size()
+        return 1 + 2 * buffers_that_fit(self.query.device, held_bytes, tile_bytes, self.tiles.kv_buffers)
 
     def _split_tokens(self, head_slots: int, table_tokens: int) -> int:
         """Return the split's size. A handful of rows is cut finer, or most of the device would have nothing to do;

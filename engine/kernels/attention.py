@@ -74,6 +74,8 @@ def _attend_tiles(
         else:
             keys = tl.load(k_cache + offsets[:, None] + dim[None, :])
             values = tl.load(v_cache + offsets[:, None] + dim[None, :])
+        # A cache of 8 bits is widened here; one of the queries' type is left as it is.
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
         if MASKED:
             visible = position[None, :] <= query_position[:, None]

@@ -292,6 +292,7 @@ def available(query: Tensor, k_cache: Tensor, block_size: int) -> bool:
         and query.device.type == "cuda"
         and torch.cuda.get_device_capability(query.device)[0] == 9
         and query.dtype in (torch.bfloat16, torch.float16)
+        and k_cache.dtype == query.dtype
         and query.shape[2] in HEAD_DIMS
         and query.shape[1] // k_cache.shape[1] <= ROWS
         and block_size % TILE == 0

@@ -32,8 +32,10 @@ def _write_kv_kernel(
     mask = lane < KV_HEADS * HEAD_DIM
     cache_offset = cache_base + lane // HEAD_DIM * stride_head + lane % HEAD_DIM
     row = token.to(tl.int64)
-    tl.store(k_cache + cache_offset, tl.load(key + row * stride_key + lane, mask=mask), mask=mask)
-    tl.store(v_cache + cache_offset, tl.load(value + row * stride_value + lane, mask=mask), mask=mask)
+    keys = tl.load(key + row * stride_key + lane, mask=mask)
+    values = tl.load(value + row * stride_value + lane, mask=mask)
+    tl.store(k_cache + cache_offset, keys.to(k_cache.dtype.element_ty), mask=mask)
+    tl.store(v_cache + cache_offset, values.to(v_cache.dtype.element_ty), mask=mask)
 
 
 def write_kv(

@@ -3,7 +3,8 @@
 What fixes the bits is the tree in which K is summed, and that depends on the weight's shape alone: `k_chunks(N, K)`
 chunks, each one chain of tensor-core products in ascending K, added up in float32 in ascending order. Everything else
 (tile sizes, stages, whether chunks run in one program or side by side) only moves time. Weight rows are the M of the
-tensor core and tokens its N, so one token wastes nothing and every call uses the same instruction.
+tensor core and tokens its N, so one token wastes nothing and every call uses the same instruction. A weight of 8 bits
+(engine/layers/fp8.py) becomes the tokens' type when it has been read, which loses nothing; its scales come last.
 """
 
 from __future__ import annotations
@@ -61,8 +62,16 @@ def tiles_for(tokens: int) -> LinearTiles:
     return LinearTiles(tile_n=128, tile_t=128, tile_k=64, warps=8, stages=4)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: LinearTiles | None = None) -> Tensor:
-    """Return [tokens, n] in x's dtype for x [tokens, k] (rows may be strided) and weight [n, k]."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    tiles: LinearTiles | None = None,
+    *,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """Return [tokens, n] in x's dtype for x [tokens, k] (rows may be strided) and weight [n, k], of x's dtype or e4m3;
+    its rows are multiplied by `scales` float32 [n]."""
     tokens, k = x.shape
     n = weight.shape[0]
     out = x.new_empty(tokens, n)
@@ -79,6 +88,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: LinearT
         x,
         weight,
         bias,
+        scales,
         partial,
         _counters(x.device),
         tokens,
@@ -94,7 +104,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: LinearT
         TOKEN_GROUP=_TOKEN_GROUP,
         num_warps=tiles.warps,
         num_stages=buffers_that_fit(
-            x.device, 0, (tiles.tile_n + tiles.tile_t) * tiles.tile_k * x.element_size(), tiles.stages
+            x.device,
+            0,
+            (tiles.tile_n * weight.element_size() + tiles.tile_t * x.element_size()) * tiles.tile_k,
+            tiles.stages,
         ),
         **chained(x.device),
     )
@@ -122,7 +135,7 @@ def _sum_chunk(
         else:
             w = tl.load(w_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
             x = tl.load(x_rows + k[None, :], mask=token_mask[:, None] & (k < K)[None, :], other=0.0)
-        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+        acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision="ieee")
     return acc
 
 
@@ -132,6 +145,7 @@ def _linear_kernel(
     x,
     weight,
     bias,
+    scales,
     partial,
     arrivals,
     tokens,
@@ -184,6 +198,8 @@ def _linear_kernel(
         for chunk in range(CHUNKS):
             end = tl.minimum((chunk + 1) * CHUNK_K, K)
             total += _sum_chunk(x_rows, w_rows, token_mask, chunk * CHUNK_K, end, K, TILE_N, TILE_T, TILE_K)
+    if scales is not None:
+        total *= tl.load(scales + row, mask=row < n_size, other=0.0)[:, None]
     if bias is not None:
         total += tl.load(bias + row, mask=row < n_size, other=0.0).to(tl.float32)[:, None]
     tl.store(out + out_offsets, total.to(out.dtype.element_ty), mask=out_mask)

@@ -69,8 +69,9 @@ def _rotate_and_write_kernel(
     kv_head = (head - HEADS) % KV_HEADS
     slot_offset = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
     kept_at = tl.where(is_value, v_cache + slot_offset, k_cache + slot_offset) + kv_head * stride_head + lane
-    tl.store(kept_at, rotated_first, mask=mask & ~is_query)
-    tl.store(kept_at + HALF, rotated_second, mask=mask & ~is_query)
+    # To 8 bits it is rounded a second time, and what is too large becomes the largest number.
+    tl.store(kept_at, rotated_first.to(k_cache.dtype.element_ty), mask=mask & ~is_query)
+    tl.store(kept_at + HALF, rotated_second.to(k_cache.dtype.element_ty), mask=mask & ~is_query)
 
 
 def rotate_and_write_kv(

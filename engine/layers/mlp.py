@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from engine.layers.fp8 import WeightPart
 from engine.layers.linear import Linear
 from engine.layers.row_ops import RowOps
 
@@ -22,7 +23,7 @@ class GatedMLP(nn.Module):
         output: Tensor = self.down(self._silu_and_mul(self.gate_up(x)))
         return output
 
-    def named_parts(self, prefix: str) -> list[tuple[str, Tensor]]:
+    def named_parts(self, prefix: str) -> list[tuple[str, WeightPart]]:
         return [
             *self.gate_up.named_parts(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
             *self.down.named_parts(f"{prefix}.down_proj"),

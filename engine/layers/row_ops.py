@@ -10,15 +10,16 @@ tails; on a GPU both sets are this package's kernels. Which set holds on a machi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.config import WeightFormat
 from engine.errors import ConfigError
-from engine.layers import packed
+from engine.layers import fp8, packed
 from engine.protocol import Numerics
 
 FEW_ROWS = 32
@@ -28,12 +29,16 @@ TILE_ROWS = 16
 """Rows of every matrix product in the invariant set; results of a row do not depend on its place in the tile."""
 
 
+Fp8Linear = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class RowOps:
     """linear(x, weight, bias), silu_and_mul([gate | up]) and rms_norm(x, weight, eps), each over the last dimension.
 
     add_rms_norm(x, residual, weight, eps) adds x to `residual` in place and returns the norm of the sum. `pack` turns a
-    filled weight [out, in] into what `linear` reads fastest; `linear` takes it both ways.
+    filled weight [out, in] into what `linear` reads fastest; `linear` takes it both ways. With `fp8_linear`(x, weight,
+    scales, bias) the layers' weights are of 8 bits (engine/layers/fp8.py), embeddings and the head are not.
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -41,10 +46,16 @@ class RowOps:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     pack: Callable[[Tensor], Tensor]
+    fp8_linear: Fp8Linear | None = None
 
 
-def row_ops(numerics: Numerics, device: torch.device) -> RowOps:
+def row_ops(numerics: Numerics, device: torch.device, weights: WeightFormat = "dtype") -> RowOps:
     """Return the operators of a numerics mode; a mode that the device does not have is an error, never another mode."""
+    ops = _row_ops(numerics, device)
+    return ops if weights != "fp8" else replace(ops, fp8_linear=_fp8_linear(numerics, device))
+
+
+def _row_ops(numerics: Numerics, device: torch.device) -> RowOps:
     if device.type == "cuda":
         return kernel_ops(numerics)
     if numerics == "default":
@@ -70,12 +81,53 @@ def kernel_ops(numerics: Numerics) -> RowOps:
     return RowOps(library_linear if numerics == "default" else linear, silu_and_mul, rms_norm, add_rms_norm, _as_it_is)
 
 
-def check_row_independence(ops: RowOps, weights: Iterable[Tensor]) -> None:
-    """Prove on this machine that `ops.linear` is row-independent for every distinct weight shape, or raise."""
+def _fp8_linear(numerics: Numerics, device: torch.device) -> Fp8Linear:
+    if device.type == "cuda" and computes_fp8(device):
+        return _fp8_kernels(numerics)
+    if numerics == "default":
+        return _fp8_linear_as_on_gpus if device.type == "cpu" else fp8.linear
+    if device.type != "cpu":
+        raise ConfigError(
+            "weights 'fp8' with numerics 'invariant' need a GPU of compute capability 8.9 or more",
+            hint="Use --numerics default or --weights dtype.",
+        )
+    return lambda x, weight, scales, bias: _in_tiles(partial(fp8.linear, weight=weight, scales=scales, bias=bias), x)
+
+
+def computes_fp8(device: torch.device) -> bool:
+    from engine.kernels.fp8 import FIRST_CAPABILITY
+
+    return torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+
+
+def _fp8_kernels(numerics: Numerics) -> Fp8Linear:
+    from engine.kernels.fp8 import library_linear, library_takes
+    from engine.kernels.linear import linear
+
+    def few_or_library(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        if x.shape[0] <= FEW_ROWS or not library_takes(weight):
+            return linear(x, weight, bias, scales=scales)
+        return library_linear(x, weight, scales, bias)
+
+    def one_kernel(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, weight, bias, scales=scales)
+
+    return few_or_library if numerics == "default" else one_kernel
+
+
+def _fp8_linear_as_on_gpus(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Many tokens are rounded to 8 bits as well, like a GPU's: what that costs can be measured on a CPU."""
+    product = fp8.linear if x.shape[0] <= FEW_ROWS else fp8.linear_of_fp8_tokens
+    return product(x, weight, scales, bias)
+
+
+def check_row_independence(ops: RowOps, weights: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Prove on this machine that products with rows of `dtype` are row-independent for every distinct shape and type of
+    weight, or raise."""
     generator = torch.Generator().manual_seed(0)
-    for weight in {tuple(weight.shape): weight for weight in weights}.values():
-        rows = torch.randn(TILE_ROWS, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
-        product = partial(_product, ops.linear, weight)
+    for weight in {(tuple(weight.shape), weight.dtype): weight for weight in weights}.values():
+        rows = torch.randn(TILE_ROWS, weight.shape[1], generator=generator).to(weight.device, dtype)
+        product = partial(_product, ops, weight)
         check_product(product, rows, f"a {tuple(weight.shape)} {weight.dtype}")
 
 
@@ -91,8 +143,10 @@ def check_product(product: Callable[[Tensor], Tensor], rows: Tensor, matrix: str
         )
 
 
-def _product(linear: Callable[[Tensor, Tensor, Tensor | None], Tensor], weight: Tensor, x: Tensor) -> Tensor:
-    return linear(x, weight, None)
+def _product(ops: RowOps, weight: Tensor, x: Tensor) -> Tensor:
+    if ops.fp8_linear is not None and weight.dtype == fp8.FP8:
+        return ops.fp8_linear(x, weight, torch.ones(len(weight), device=x.device), None)
+    return ops.linear(x, weight, None)
 
 
 def _as_it_is(weight: Tensor) -> Tensor:
@@ -120,9 +174,13 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Te
 
 
 def _linear_in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear on exactly TILE_ROWS rows at a time; x is [rows, in]."""
+    return _in_tiles(partial(F.linear, weight=weight, bias=bias), x)
+
+
+def _in_tiles(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Call `product` with exactly TILE_ROWS rows of x [rows, in] at a time."""
     rows = x.shape[0]
     padded = x.new_zeros(-(-rows // TILE_ROWS) * TILE_ROWS, x.shape[1])
     padded[:rows] = x
-    tiles = [F.linear(tile, weight, bias) for tile in torch.split(padded, TILE_ROWS)]
+    tiles = [product(tile) for tile in torch.split(padded, TILE_ROWS)]
     return (torch.cat(tiles) if len(tiles) > 1 else tiles[0])[:rows]

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor
 
 from engine.attention.base import AttentionBackend, FusedAttention
 from engine.attention.registry import choose
@@ -18,7 +17,8 @@ from engine.config import EngineConfig
 from engine.cpu_ops.library import Library, library_or_none, load_library
 from engine.cpu_ops.packing import ELEMENT_TYPES
 from engine.errors import ConfigError, ModelError, RequestError
-from engine.layers.row_ops import RowOps, check_row_independence, row_ops
+from engine.layers.fp8 import FP8, WeightPart
+from engine.layers.row_ops import RowOps, check_row_independence, computes_fp8, row_ops
 from engine.loader.arithmetic import arithmetic_digest
 from engine.loader.checkpoint import Checkpoint, TextFiles
 from engine.loader.gguf_checkpoint import GGUFCheckpoint
@@ -80,6 +80,7 @@ class LoadedModel:
     arithmetic: str
     architecture: str
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
     operators: str
     ignores_unwritten_kv: bool
@@ -99,8 +100,9 @@ def load_model(
     """Load `config.model` onto `config.device`. Raises ModelError or ConfigError with one line for the user, and what
     `check_room` raises before memory is taken."""
     device, dtype = choose_device(config.device), _DTYPES[config.dtype]
-    backend, ops = choose(device, config.numerics), row_ops(config.numerics, device)
+    backend, ops = choose(device, config.numerics), row_ops(config.numerics, device, config.weights)
     library = _cpp_operators(config, device, dtype)
+    kv_dtype = FP8 if config.kv_dtype == "fp8" else dtype
     on_progress(0.0, "opening model files")
     checkpoint = open_checkpoint(config.model, on_progress, device)
     try:
@@ -114,7 +116,7 @@ def load_model(
         # Without memory first: what a file claims of itself may be anything.
         outline = _built(lambda: build(torch.device("meta"), 1), checkpoint)
         _check_tensors(outline, checkpoint)
-        check_room(outline.kv_groups(), dtype, max_model_len)
+        check_room(outline.kv_groups(), kv_dtype, max_model_len)
         codec, text, assets = _text_assets(checkpoint, config.chat_template)
         # An end token that the model has no logit for is never chosen.
         eos_ids = tuple(token for token in checkpoint.eos_ids if 0 <= token < checkpoint.config.vocab_size)
@@ -138,10 +140,10 @@ def load_model(
         arithmetic=arithmetic_digest(device),
         architecture=checkpoint.architecture,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
-        operators=backend.name
-        if library is None
-        else library.operators + ("_int8" if config.weights == "int8" else ""),
+        operators=(backend.name if library is None else library.operators)
+        + ("" if config.weights == "dtype" else f"_{config.weights}"),
         ignores_unwritten_kv=library is not None or isinstance(backend, FusedAttention),
         generation_defaults=checkpoint.generation_defaults,
         text=text,
@@ -151,6 +153,9 @@ def load_model(
 
 def _cpp_operators(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Library | None:
     """Return the C++ operators, or None for those of torch or of the GPU. Raises ConfigError where they are a must."""
+    if "fp8" in (config.weights, config.kv_dtype):
+        _check_fp8(config, device, dtype)
+        return None
     serve = device.type == "cpu" and dtype in ELEMENT_TYPES
     wanted = config.operators
     if config.weights == "int8" and wanted == "torch":
@@ -166,13 +171,30 @@ def _cpp_operators(config: EngineConfig, device: torch.device, dtype: torch.dtyp
     return library_or_none() if serve and wanted == "auto" else None
 
 
+def _check_fp8(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError for what weights or KV of fp8 cannot go with."""
+    setting = "weights 'fp8'" if config.weights == "fp8" else "kv_dtype 'fp8'"
+    if config.operators == "cpp" or config.weights == "int8":
+        other = "operators 'cpp'" if config.operators == "cpp" else "weights 'int8'"
+        raise ConfigError(f"{setting} cannot go with {other}", hint="Leave one of the two out.")
+    if config.weights == "fp8" and device.type == "cuda" and dtype != torch.bfloat16:
+        raise ConfigError(
+            f"weights 'fp8' are not available for device 'cuda' with dtype '{str(dtype)[6:]}'",
+            hint="Use --dtype bfloat16, or the default.",
+        )
+    if config.kv_dtype == "fp8" and device.type == "cuda" and not computes_fp8(device):
+        raise ConfigError(
+            "kv_dtype 'fp8' needs a GPU of compute capability 8.9 or more", hint="Use --kv-dtype dtype, or the default."
+        )
+
+
 def _pack(module: Llama, library: Library | None, ops: RowOps, config: EngineConfig) -> Model:
     """Give the weights the layout that products read fastest. Raises ConfigError when a product of the invariant mode
     is not."""
     if library is None:
         module.pack()
         if config.numerics == "invariant":
-            check_row_independence(ops, [p for p in module.parameters() if p.dim() == 2])
+            check_row_independence(ops, [p for p in module.parameters() if p.dim() == 2], module.embedding.dtype)
         return module
     in_jobs = LlamaInJobs(module, library, torch.get_num_threads(), int8=config.weights == "int8")
     if config.numerics == "invariant":
@@ -272,7 +294,7 @@ def _check_names(wanted: list[str], checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_shape(name: str, stored: tuple[int, ...], target: Tensor, checkpoint: Checkpoint) -> None:
+def _check_shape(name: str, stored: tuple[int, ...], target: WeightPart, checkpoint: Checkpoint) -> None:
     if stored != tuple(target.shape):
         raise ModelError(
             f"{checkpoint.path}: tensor {name!r} has shape {list(stored)}, the model needs {list(target.shape)}"

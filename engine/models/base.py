@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.attention.base import AttentionBatch
+from engine.layers.fp8 import WeightPart
 from engine.protocol import KVGroupSpec
 
 
@@ -25,4 +26,4 @@ class Model(Protocol):
 
     def kv_groups(self) -> tuple[KVGroupSpec, ...]: ...
 
-    def named_parts(self) -> Iterator[tuple[str, Tensor]]: ...
+    def named_parts(self) -> Iterator[tuple[str, WeightPart]]: ...

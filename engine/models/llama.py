@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionBackend, AttentionBatch, FusedAttention
+from engine.layers.fp8 import WeightPart
 from engine.layers.linear import Linear, values_of
 from engine.layers.mlp import GatedMLP
 from engine.layers.rms_norm import RMSNorm
@@ -84,7 +85,7 @@ class LlamaAttention(nn.Module):
         output: Tensor = self.output(attended.reshape(x.shape[0], -1))
         return output
 
-    def named_parts(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def named_parts(self, prefix: str) -> Iterator[tuple[str, WeightPart]]:
         yield from self.qkv.named_parts(*(f"{prefix}.{part}_proj" for part in "qkv"))
         yield from self.output.named_parts(f"{prefix}.o_proj")
         if self.query_norm is not None and self.key_norm is not None:
@@ -125,7 +126,7 @@ class LlamaLayer(nn.Module):
         output: Tensor = self.mlp(self.mlp_norm.of_sum(x, residual))
         return output
 
-    def named_parts(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    def named_parts(self, prefix: str) -> Iterator[tuple[str, WeightPart]]:
         yield f"{prefix}.input_layernorm.weight", self.attention_norm.weight
         yield from self.attention.named_parts(f"{prefix}.self_attn")
         yield f"{prefix}.post_attention_layernorm.weight", self.mlp_norm.weight
@@ -196,7 +197,7 @@ class Llama(nn.Module):
         )
         return part
 
-    def named_parts(self) -> Iterator[tuple[str, Tensor]]:
+    def named_parts(self) -> Iterator[tuple[str, WeightPart]]:
         """Yield (checkpoint name, view to fill) of every parameter, by Hugging Face's names, in a fixed order."""
         yield "model.embed_tokens.weight", self.embedding
         for index, layer in enumerate(self.layers):

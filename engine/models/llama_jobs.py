@@ -16,6 +16,7 @@ from engine.cpu_ops.abi import LinearMode
 from engine.cpu_ops.library import Library
 from engine.cpu_ops.packing import PackedWeight, pack, pack_bias, pack_int8
 from engine.cpu_ops.program import Program, quantized_width
+from engine.layers.fp8 import WeightPart
 from engine.layers.linear import Linear
 from engine.layers.row_ops import TILE_ROWS, check_product
 from engine.models.llama import KVCache, Llama, LlamaAttention, LlamaLayer
@@ -75,7 +76,7 @@ class LlamaInJobs:
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
         return self._llama.kv_groups()
 
-    def named_parts(self) -> Iterator[tuple[str, Tensor]]:
+    def named_parts(self) -> Iterator[tuple[str, WeightPart]]:
         """Yield (checkpoint name, values) of every parameter; those of packed weights are copies."""
         for linear, packed in self._packed.items():
             linear.weight.data = packed.values()

@@ -15,6 +15,7 @@ import torch
 from engine.attention.base import FusedAttention
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError, RequestError
+from engine.layers.fp8 import FP8
 from engine.loader.load import LoadedModel, OnText, choose_device, load_model
 from engine.models.base import Model
 from engine.models.llama import Llama
@@ -70,13 +71,13 @@ def build_engine(
     for rehearsal in rehearsals:
         on_progress(0.0, "compiling kernels")
         rehearsal.wait()
-    num_blocks = count(loaded.kv_groups, loaded.dtype, loaded.max_model_len)
+    num_blocks = count(loaded.kv_groups, loaded.kv_dtype, loaded.max_model_len)
     try:
         cache = KVCache(
             loaded.kv_groups,
             num_blocks,
             config.block_size,
-            loaded.dtype,
+            loaded.kv_dtype,
             loaded.device,
             keeps_finite=not loaded.ignores_unwritten_kv,
         )
@@ -130,7 +131,8 @@ def _rehearse(config: EngineConfig, sizes: StepSizes, module: Llama, max_model_l
 
     vocab_size = module.config.vocab_size
     make = partial(_make_runner, config, sizes, max_model_len, vocab_size, graphs=True)
-    return Rehearsal(module, make, config.block_size, config.local_engines)
+    kv_dtype = FP8 if config.kv_dtype == "fp8" else module.embedding.dtype
+    return Rehearsal(module, make, config.block_size, kv_dtype, config.local_engines)
 
 
 def _check_defaults(info: EngineInfo) -> None:
@@ -217,4 +219,5 @@ def _describe(
         text=loaded.text,
         generation_defaults=loaded.generation_defaults,
         threads=threads,
+        kv_dtype="" if loaded.kv_dtype == loaded.dtype else str(loaded.kv_dtype).removeprefix("torch."),
     )

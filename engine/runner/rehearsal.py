@@ -29,8 +29,15 @@ MakeRunner = Callable[[Llama, KVCache], TorchRunner]
 class Rehearsal:
     """Begins in a thread of its own, on the current CUDA device. `make_runner` makes it as it will be."""
 
-    def __init__(self, model: Llama, make_runner: MakeRunner, block_size: int, local_engines: int = 1) -> None:
-        self._model, self._make_runner, self._block_size = model, make_runner, block_size
+    def __init__(
+        self,
+        model: Llama,
+        make_runner: MakeRunner,
+        block_size: int,
+        kv_dtype: torch.dtype,
+        local_engines: int = 1,
+    ) -> None:
+        self._model, self._make_runner, self._block_size, self._kv_dtype = model, make_runner, block_size, kv_dtype
         threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // local_engines))
         self._device_index = torch.cuda.current_device()
         self._kernels = KernelsAhead(self._device_index, threads)
@@ -48,8 +55,8 @@ class Rehearsal:
         try:
             part = self._model.excerpt()
             groups = part.kv_groups()
-            device, dtype = part.embedding.device, part.embedding.dtype
-            cache = KVCache(groups, (2,) * len(groups), self._block_size, dtype, device, keeps_finite=False)
+            device = part.embedding.device
+            cache = KVCache(groups, (2,) * len(groups), self._block_size, self._kv_dtype, device, keeps_finite=False)
             runner = self._make_runner(part, cache)
             with self._kernels.asking():
                 runner.rehearse()

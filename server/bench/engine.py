@@ -95,7 +95,13 @@ def run(shape: str, config: EngineConfig, plan: BenchPlan, where: Sequence[Where
     figures: list[Figure] = []
     for place in where:
         with (RemoteDriver if place == "process" else LocalDriver)(config) as driver:
-            bench = _Bench(driver, place, SHAPES[shape], plan, ceilings, figures)
+            in_bytes = {"fp8": 1}
+            costs = ModelCosts.of(
+                SHAPES[shape],
+                layer_weight_bytes=in_bytes.get(config.weights, 2),
+                kv_bytes=in_bytes.get(config.kv_dtype, 2),
+            )
+            bench = _Bench(driver, place, SHAPES[shape], costs, plan, ceilings, figures)
             bench.measure()
             record = Record(
                 benchmark="engine",
@@ -128,13 +134,14 @@ class _Bench:
         driver: Driver,
         where: Where,
         config: LlamaConfig,
+        costs: ModelCosts,
         plan: BenchPlan,
         ceilings: Ceilings | None,
         figures: list[Figure],
     ) -> None:
         self._driver, self._where, self._plan = driver, where, plan
         self._vocab = config.vocab_size
-        self._costs, self._ceilings, self._figures = ModelCosts.of(config), ceilings, figures
+        self._costs, self._ceilings, self._figures = costs, ceilings, figures
         self._rng = random.Random(1)
 
     def measure(self) -> None:

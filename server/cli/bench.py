@@ -23,6 +23,8 @@ bench.add_command(serve)
 @click.option("--shapes", default="qwen3-0.6b", metavar="NAME", help="The model's shape. [qwen3-0.6b]")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="Where it runs. [cuda]")
 @click.option("--numerics", type=click.Choice(["default", "invariant"]), default="default", help="[default]")
+@click.option("--weights", type=click.Choice(["dtype", "fp8"]), default="dtype", help="fp8: in 8 bits. [dtype]")
+@click.option("--kv-dtype", type=click.Choice(["dtype", "fp8"]), default="dtype", help="fp8: KV in 8 bits. [dtype]")
 @click.option("--where", type=click.Choice(["process", "in-process", "both"]), default="process", help="[process]")
 @click.option("--max-running", type=click.IntRange(min=1), default=256, help="Requests that run at once. [256]")
 @click.option("--max-step-tokens", type=click.IntRange(min=1), default=8192, help="Tokens of one step. [8192]")
@@ -38,6 +40,8 @@ def engine(
     shapes: str,
     device: str,
     numerics: str,
+    weights: str,
+    kv_dtype: str,
     where: str,
     max_running: int,
     max_step_tokens: int,
@@ -69,6 +73,8 @@ def engine(
             "model": f"random:{shapes}",
             "device": device,
             "numerics": numerics,
+            "weights": weights,
+            "kv_dtype": kv_dtype,
             "max_running": max_running,
             "max_step_tokens": max_step_tokens,
             "max_model_len": max_model_len,

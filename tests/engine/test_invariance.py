@@ -129,6 +129,14 @@ def test_tiny_llamas_are_bitwise_invariant(tmp_path: Path, variant: str, dtype: 
     check_all(loaded, prompt_tokens=48, steps=12, block_size=16, rounds=3, chunks=CHUNKS)
 
 
+@pytest.mark.parametrize("kv_dtype", ["dtype", "fp8"])
+@pytest.mark.parametrize("variant", TINY)
+def test_tiny_llamas_in_fp8_are_bitwise_invariant(tmp_path: Path, variant: str, kv_dtype: str) -> None:
+    directory = write_tiny_llama(tmp_path, **TINY[variant])  # type: ignore[arg-type]
+    loaded = load(directory, "bfloat16", "invariant", weights="fp8", kv_dtype=kv_dtype)
+    check_all(loaded, prompt_tokens=48, steps=6, block_size=16, rounds=2, chunks=(5, 27))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_smollm2_is_bitwise_invariant(dtype: str) -> None:
     check_all(smollm2(dtype, "invariant"), prompt_tokens=33, steps=3, block_size=16, rounds=1, chunks=(7, 16))
@@ -175,6 +183,6 @@ def test_a_product_that_depends_on_the_batch_is_caught_at_the_start() -> None:
 
     broken = replace(ops, linear=leaky)
     weights = [torch.randn(32, 64)]
-    check_row_independence(ops, weights)
+    check_row_independence(ops, weights, torch.float32)
     with pytest.raises(ConfigError, match="does not hold on this machine"):
-        check_row_independence(broken, weights)
+        check_row_independence(broken, weights, torch.float32)

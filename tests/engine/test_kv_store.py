@@ -132,3 +132,20 @@ def test_new_weights_are_another_namespace_on_every_engine_unless_they_are_named
     assert computed_after(None) == 0
     assert computed_after("step 1000") == 0
     assert computed_after("step 1000") > 0
+
+
+def test_kv_in_8_bits_comes_back_from_memory_and_disk_and_is_no_one_elses(tmp_path: Path) -> None:
+    model, disk = write_tiny_llama(tmp_path / "model"), f"disk={tmp_path / 'kv'},1GiB,min-free=1MiB"
+    asked, small = prompts(4), {"kv_dtype": "fp8", "operators": "torch"}
+    with engine(model, "ram=64MiB", disk, **small) as llm:
+        cold = told(complete(llm, asked))
+        forget(llm)
+        again = complete(llm, asked)
+        assert told(again) == cold
+        assert loaded(again)["ram"] > 0
+    with engine(model, "ram=64MiB", disk, **small) as llm:
+        again = complete(llm, asked)
+        assert told(again) == cold
+        assert loaded(again)["disk"] > 0
+    with engine(model, "ram=64MiB", disk, operators="torch") as llm:
+        assert sum(loaded(complete(llm, asked)).values()) == 0, "of another type than this engine's"

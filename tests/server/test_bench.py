@@ -59,6 +59,8 @@ def test_floors_are_bytes_over_bandwidth_and_operations_over_the_matrix_rate() -
     llama = ModelCosts.of(SHAPES["llama-3.1-8b"])
     assert llama.kv_bytes_per_token == 131_072
     assert 2 * (llama.layer_parameters + llama.head_parameters) == pytest.approx(15.0e9, rel=0.01)
+    small = ModelCosts.of(SHAPES["llama-3.1-8b"], layer_weight_bytes=1)
+    assert small.weight_bytes == llama.layer_parameters + 2 * llama.head_parameters
     assert llama.decode_step_s(1, 1088, H200) == pytest.approx(3.52e-3, rel=0.01)
     assert llama.decode_step_s(256, 1088, H200) == pytest.approx(11.98e-3, rel=0.01)
     # A batch so large that the products take longer than the reading.

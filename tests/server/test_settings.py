@@ -109,6 +109,7 @@ SAMPLES = {
     "weights": ("int8", "int8"),
     "threads": ("3", 3),
     "chat-template": ("t.jinja", "t.jinja"),
+    "kv-dtype": ("fp8", "fp8"),
     "kv-cache-memory": ("2GiB", 2 * 1024**3),
     "block-size": ("32", 32),
     "prefix-cache": ("false", False),

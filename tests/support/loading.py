@@ -16,6 +16,8 @@ def load(
     numerics: str = "default",
     max_model_len: int = 512,
     operators: str = "auto",
+    weights: str = "dtype",
+    kv_dtype: str = "dtype",
 ) -> LoadedModel:
     config = EngineConfig(
         model=str(model),
@@ -23,6 +25,8 @@ def load(
         numerics=numerics,  # type: ignore[arg-type]
         device="cpu",
         operators=operators,  # type: ignore[arg-type]
+        weights=weights,  # type: ignore[arg-type]
+        kv_dtype=kv_dtype,  # type: ignore[arg-type]
         max_model_len=max_model_len,
     )
     return load_model(config, lambda fraction, phase: None)
