@@ -1,7 +1,7 @@
 """Activations in e4m3 on GPUs that compute with it (compute capability 8.9 up), and the library's product of them.
 
 Both factors are of 8 bits with a scale for each row (engine/layers/fp8.py), so many tokens take half the time of 16
-bits. Few tokens wait for the weight's bytes alone: for them `engine.kernels.linear` widens the weight as it reads it.
+bits. For the bitwise mode `engine.kernels.linear` widens the weight as it reads it.
 """
 
 from __future__ import annotations
