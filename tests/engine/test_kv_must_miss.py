@@ -1,4 +1,4 @@
-"""What differs in anything that decides the bytes of stored KV finds nothing of it; what differs in nothing finds all."""
+"""What differs in anything that decides the bytes of stored KV finds nothing; what differs in nothing finds all."""
 
 from __future__ import annotations
 
