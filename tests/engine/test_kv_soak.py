@@ -116,8 +116,8 @@ def soak(directory: Path, *, rounds: int = 0, minutes: float = 0.0) -> str:
         expected = [one.token_ids for one in complete(llm, asked, OUTPUT_TOKENS)]
     end = time.monotonic() + 60.0 * minutes
     marks: list[tuple[int, int]] = []
-    with running_server(maxmemory="24mb", maxmemory_policy="allkeys-lru") as server:
-        tiers = ("ram=16MiB", f"disk={directory / 'kv'},24MiB,min-free=1MiB", server.url)
+    with running_server(maxmemory="10mb", maxmemory_policy="allkeys-lru") as server:
+        tiers = ("ram=16MiB", f"disk={directory / 'kv'},6MiB,min-free=1MiB", server.url)
         with engine(model, *tiers, kv_cache_memory_bytes=2 << 20) as llm:
             traffic = Traffic(llm, asked, expected, seed=1)
             while len(marks) < rounds or time.monotonic() < end:
@@ -133,6 +133,7 @@ def soak(directory: Path, *, rounds: int = 0, minutes: float = 0.0) -> str:
     )
     assert traffic.left > 0
     assert stats.clients["loaded_blocks"] > 0
+    assert all(tier.evictions_total for tier in stats.tiers[:2]), "memory and disk are to evict"
     assert max(fds for fds, _ in marks[len(marks) // 2 :]) <= max(fds for fds, _ in marks[: len(marks) // 2 + 1]), marks
     assert memory < MEMORY_GROWTH_BYTES, (figures, marks)
     return figures
