@@ -32,9 +32,12 @@ def main() -> None:
     with arguments.trace.open() as lines:
         prompts = [json.loads(line)["hash_ids"] for line in lines]
     blocks, references = len({block for prompt in prompts for block in prompt}), sum(map(len, prompts))
-    print(f"{len(prompts)} prompts, {references} blocks, {blocks} different; without bounds {_rate(prompts, None):.1f} %")
+    print(
+        f"{len(prompts)} prompts, {references} blocks, {blocks} different; without bounds {_rate(prompts, None):.1f} %"
+    )
     sizes = [float(size) for size in arguments.sizes.split(",")]
-    sys.exit(int(not all([_compare(prompts, size, blocks, arguments.bar) for size in sizes])))
+    kept = [_compare(prompts, size, blocks, arguments.bar) for size in sizes]
+    sys.exit(int(not all(kept)))
 
 
 def _compare(prompts: Prompts, size: float, blocks: int, bar: float) -> bool:
