@@ -1,7 +1,7 @@
 """Which of a tier's objects goes next. Knows an order of keys, not sizes, tiers or why room is needed.
 
 Which policy is better depends on the tier: S3-FIFO where it is much smaller than what is used again, LRU where it holds
-most of that.
+most of that. `Adaptive` finds out.
 """
 
 from __future__ import annotations
@@ -141,4 +141,82 @@ class S3Fifo(Generic[K]):
         return None
 
 
-POLICIES: dict[str, type[LRU[Hashable]] | type[S3Fifo[Hashable]]] = {"lru": LRU, "s3fifo": S3Fifo}
+SAMPLED = 8
+"""One key of so many is in the trials by which the better policy is found."""
+
+REMEMBERED_HITS = 512
+"""Hits of both trials after which all count half: loads change."""
+
+
+class _Trial(Generic[K]):
+    """A small tier of sampled keys that is told what a large one is told, and evicts by one policy alone."""
+
+    def __init__(self, order: Eviction[K]) -> None:
+        self._order = order
+        self._held: set[K] = set()
+        self.hits = 0
+
+    def see(self, key: K, capacity: int) -> None:
+        if key in self._held:
+            self.hits += 1
+            self._order.use(key)
+            return
+        while len(self._held) >= capacity and (victim := self._order.candidate(lambda _: True)) is not None:
+            self._order.remove(victim, evicted=True)
+            self._held.remove(victim)
+        self._order.add(key)
+        self._held.add(key)
+
+
+class Adaptive(Generic[K]):
+    """LRU or S3-FIFO, whichever has more hits in a trial beside it: a sample of the keys in an eighth of the room, as
+    miniature simulations are made (Waldspurger et al., ATC 2017). Both orders are kept, so that a change costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._lru, self._s3fifo = LRU[K](), S3Fifo[K]()
+        self._lru_trial, self._s3fifo_trial = _Trial(LRU[K]()), _Trial(S3Fifo[K]())
+        self._full = False
+
+    def __len__(self) -> int:
+        return len(self._lru)
+
+    @property
+    def better(self) -> Eviction[K]:
+        return self._s3fifo if self._s3fifo_trial.hits > self._lru_trial.hits else self._lru
+
+    def add(self, key: K, *, oldest: bool = False) -> None:
+        self._lru.add(key, oldest=oldest)
+        self._s3fifo.add(key, oldest=oldest)
+        if not oldest:
+            self._try(key)
+
+    def use(self, key: K) -> None:
+        self._lru.use(key)
+        self._s3fifo.use(key)
+        self._try(key)
+
+    def candidate(self, may: Permit[K]) -> K | None:
+        self._full = True
+        return self.better.candidate(may)
+
+    def remove(self, key: K, *, evicted: bool) -> None:
+        self._lru.remove(key, evicted=evicted)
+        self._s3fifo.remove(key, evicted=evicted)
+
+    def _try(self, key: K) -> None:
+        # Before anything had to go, the size of the tier is not known, and both policies would do.
+        if not self._full or hash((key, SAMPLED)) % SAMPLED:
+            return
+        for trial in (self._lru_trial, self._s3fifo_trial):
+            trial.see(key, max(1, len(self) // SAMPLED))
+        if self._lru_trial.hits + self._s3fifo_trial.hits > REMEMBERED_HITS:
+            self._lru_trial.hits //= 2
+            self._s3fifo_trial.hits //= 2
+
+
+POLICIES: dict[str, type[LRU[Hashable]] | type[S3Fifo[Hashable]] | type[Adaptive[Hashable]]] = {
+    "lru": LRU,
+    "s3fifo": S3Fifo,
+    "adaptive": Adaptive,
+}

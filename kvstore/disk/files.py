@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ REUSE_MARK_S = 600.0
 """An object's time of modification is when it was last used, give or take this: eviction after a restart goes by it."""
 
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe of somebody's must not hang
 
 
 class Scratch:
@@ -65,10 +66,17 @@ class ObjectFiles:
             os.close(fd)
 
     def read(self, path: str, target: memoryview, scratch: Scratch, now_s: float) -> None:
-        """Fill `target` with the file. Raises OSError, and CorruptObjectError when it has another length."""
-        fd = os.open(path, _READ | (os.O_DIRECT if self.direct else 0))
+        """Fill `target` with the file. Raises OSError, and CorruptObjectError when it has another length or is none."""
+        try:
+            fd = os.open(path, _READ | (os.O_DIRECT if self.direct else 0))
+        except OSError as error:
+            if _is_no_file(path):  # the disk is well: it must not be left alone because of this
+                raise CorruptObjectError("magic", "not a file") from error
+            raise
         try:
             status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptObjectError("magic", "not a file")
             if status.st_size != target.nbytes:
                 raise CorruptObjectError("short", f"a file of {status.st_size} bytes instead of {target.nbytes}")
             read = _read_direct(fd, target, scratch) if self.direct else _read_all(fd, [target], target.nbytes)
@@ -122,6 +130,14 @@ def takes_direct(place: Place) -> bool:
             os.close(fd)
     finally:
         unlink(path)
+
+
+def _is_no_file(path: str) -> bool:
+    """Whether something else than a file has the name."""
+    try:
+        return not stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def unlink(path: str) -> None:

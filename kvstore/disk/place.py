@@ -64,10 +64,15 @@ class Place:
         """Make the directories. Raises TierUnusableError."""
         try:
             self.root.mkdir(DIR_MODE, parents=True, exist_ok=True)
-            for path in (self.objects, self.incoming, self.doomed, self.corrupt):
-                path.mkdir(DIR_MODE, exist_ok=True)
+            self.restore()
         except OSError as error:
             raise TierUnusableError(f"{self.root}: {error.strerror}") from error
+
+    def restore(self) -> None:
+        """Make those that are missing. A root that has gone is not made again where it was in a directory that has gone
+        too. Raises OSError."""
+        for path in (self.root, self.objects, self.incoming, self.doomed, self.corrupt):
+            path.mkdir(DIR_MODE, exist_ok=True)
 
     def path_of(self, key: ObjectKey) -> str:
         leaf = key.leaf
@@ -126,14 +131,26 @@ class Place:
         """Take a corrupt object out of the way. What cannot be moved is logged: it will be found corrupt again."""
         with self._setting_aside:
             try:
-                if len(_scan(str(self.corrupt))) < KEPT_CORRUPT:
-                    os.rename(path, f"{self.corrupt}/{os.path.basename(path)}.{secrets.token_hex(4)}")
-                else:
-                    os.unlink(path)
+                if not self._keep(path):
+                    self.remove(path)
             except FileNotFoundError:
                 return
             except OSError as error:
                 log.warning("a corrupt object cannot be moved away: %s", error)
+
+    def _keep(self, path: str) -> bool:
+        """Move a corrupt object to those that are kept; return False where it is not, and is still in the way."""
+        if not self.corrupt.is_dir() or len(_scan(str(self.corrupt))) >= KEPT_CORRUPT:
+            return False
+        os.rename(path, f"{self.corrupt}/{os.path.basename(path)}.{secrets.token_hex(4)}")
+        return True
+
+    def remove(self, path: str) -> None:
+        """Delete a file, or a directory that somebody put in its place. Raises OSError."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            os.rename(path, f"{self.doomed}/{secrets.token_hex(12)}")
+        else:
+            os.unlink(path)
 
     def clear_incoming(self, age_s: float) -> None:
         """Delete unfinished files of at least that age. Raises OSError."""

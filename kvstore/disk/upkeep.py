@@ -181,6 +181,7 @@ class Upkeep:
             self._delete_all()
             if self._closing.is_set():
                 return
+            self._logging(self._place.restore)  # somebody may have removed them
             self._logging(self._space.keep_limits)
             if time.monotonic() >= next_look_s:
                 self._held.delete_again(self._stuck)

@@ -45,7 +45,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str | None = None
     min_blocks: int = 1
     always_load: bool = False
-    eviction: str = "lru"
+    eviction: str = "adaptive"
     check_processes: int = 0
 
 

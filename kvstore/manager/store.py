@@ -10,7 +10,7 @@ from pathlib import Path
 from kvstore.books import Quotas
 from kvstore.codec import ObjectCodec
 from kvstore.disk.tier import DiskTier
-from kvstore.eviction import LRU, Eviction, S3Fifo
+from kvstore.eviction import LRU, Adaptive, Eviction, S3Fifo
 from kvstore.manager.admission import PRESSURE, Sightings
 from kvstore.manager.behind import WriteBehind
 from kvstore.manager.client import EngineClient
@@ -32,7 +32,7 @@ OVERDUE_S = 60.0
 
 TierSink = Callable[[TierName, TierEvent], None]
 
-_POLICIES: dict[str, Callable[[], Eviction[ObjectKey]]] = {"lru": LRU, "s3fifo": S3Fifo}
+_POLICIES: dict[str, Callable[[], Eviction[ObjectKey]]] = {"lru": LRU, "s3fifo": S3Fifo, "adaptive": Adaptive}
 
 
 class KVStore:

@@ -28,11 +28,14 @@ def flags(directory: Path, **more: object) -> dict[str, object]:
     }
 
 
-async def ask(server: HeadraceServer, prompt: str = PROMPT, **fields: object) -> tuple[str, dict[str, int]]:
+async def ask(
+    server: HeadraceServer, prompt: str = PROMPT, *, key: str = "", **fields: object
+) -> tuple[str, dict[str, int]]:
     """Return the text and the cached tokens by tier."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     body = {"model": server.model, "prompt": prompt, "max_tokens": 24, "ignore_eos": True, "temperature": 0, **fields}
     async with await server.client() as client:
-        answer = await client.post("/v1/completions", json=body)
+        answer = await client.post("/v1/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     details = answer.json()["usage"]["prompt_tokens_details"]
     by_tier = details.get("cached_tokens_by_tier", {"device": details["cached_tokens"]})
@@ -154,3 +157,25 @@ async def test_a_tier_that_cannot_be_is_told_at_the_start(tiny_model: Path, tmp_
     with headrace(tmp_path, tiny_model, threads=1, kv_store=spec) as server:
         assert await server.exit_code() == 2
         assert spec in server.text
+
+
+async def test_tenants_and_salts_find_their_own_blocks_only(tiny_model: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first-tenants-secret-key: one\nsecond-tenants-secret-key: two\n")
+    keys.chmod(0o600)
+    one, two = "first-tenants-secret-key", "second-tenants-secret-key"
+    whole = len(PROMPT) // BLOCK * BLOCK
+    with headrace(tmp_path, tiny_model, **flags(tmp_path, api_keys_file=keys)) as server:
+        await server.wait_ready()
+        text, cached = await ask(server, key=one)
+        assert cached == {"device": 0}
+        assert await ask(server, key=two, cache_salt="pepper") == (text, {"device": 0})
+        await stop(server)
+    with headrace(tmp_path, tiny_model, **flags(tmp_path, api_keys_file=keys)) as server:
+        await server.wait_ready()
+        assert await ask(server, key=two) == (text, {"device": 0})
+        assert await ask(server, key=one, cache_salt="pepper") == (text, {"device": 0})
+        assert await ask(server, key=two, cache_salt="salt") == (text, {"device": 0})
+        assert await ask(server, key=one) == (text, {"disk": whole})
+        assert await ask(server, key=two, cache_salt="pepper") == (text, {"disk": whole})
+        await stop(server)

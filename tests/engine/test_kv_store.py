@@ -2,59 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from engine.llm import LLM, Completion
-from engine.protocol import SamplingParams
-from kvstore.tier import Deadline
 from tests.support.decoders import DECODERS, write_decoder
 from tests.support.remote_tiers import running_server
-from tests.support.tiny_models import VOCAB_SIZE, write_tiny_llama
-
-BLOCK = 16
-TIERS = ("ram", "disk", "remote")
-
-
-@contextmanager
-def engine(model: Path, *tiers: str, **settings: object) -> Iterator[LLM]:
-    fixed = {"numerics": "invariant", "dtype": "float32", "threads": 1, "device": "cpu", "block_size": BLOCK}
-    fixed["kv_load"] = "always"
-    with LLM(str(model), kv_store=tiers, **{**fixed, **settings}) as llm:
-        yield llm
-
-
-def prompts(count: int, longest: int = 160) -> list[list[int]]:
-    rng = random.Random(count)
-    shared = rng.choices(range(4, VOCAB_SIZE), k=3 * BLOCK)
-    own = [rng.choices(range(4, VOCAB_SIZE), k=rng.randint(1, longest - len(shared))) for _ in range(count)]
-    return [[*shared, *one] if index % 2 else one for index, one in enumerate(own)]
-
-
-def complete(llm: LLM, asked: Sequence[Sequence[int]]) -> list[Completion]:
-    greedy = SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, ignore_eos=True)
-    seeded = SamplingParams(temperature=0.9, seed=7, max_tokens=20, logprobs=2, ignore_eos=True)
-    return llm.generate(asked, [greedy if index % 3 else seeded for index in range(len(asked))], progress=False)
-
-
-def told(completions: Sequence[Completion]) -> list[object]:
-    return [(one.token_ids, one.logprobs, one.finish_reason) for one in completions]
-
-
-def loaded(completions: Sequence[Completion]) -> dict[str, int]:
-    return {tier: sum(getattr(one.usage.cached, tier) for one in completions) for tier in TIERS}
-
-
-def forget(llm: LLM) -> None:
-    """Forget what the device holds, once everything is stored."""
-    assert llm._core is not None
-    assert llm._store is not None
-    assert llm._store.store.flush(Deadline.after(60.0))
-    llm._core.reset_prefix_cache()
+from tests.support.store_llm import BLOCK, complete, engine, forget, forget_memory, loaded, prompts, told
+from tests.support.tiny_models import write_tiny_llama
 
 
 def check_all_tiers(model: Path, directory: Path, url: str, asked: Sequence[Sequence[int]], **settings: object) -> None:
@@ -78,9 +34,7 @@ def check_all_tiers(model: Path, directory: Path, url: str, asked: Sequence[Sequ
             assert told(again) == cold, "the server changes tokens"
             if loaded(again)["remote"]:
                 break
-            forget(llm)
-            assert llm._store is not None
-            llm._store.store.ram.drop()
+            forget_memory(llm)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.disk.tier import DiskTier
+from tests.support.failing_disks import NAMESPACED, built_faulty_io, can_mount
 from tests.support.kv_objects import key_of
 from tests.support.tier_contract import loaded, probe, soon
 from tests.support.until import until
@@ -20,15 +20,6 @@ from tests.support.until import until
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 VICTIM = [sys.executable, "-m", "tests.support.disk_victim"]
-NAMESPACED = ["unshare", "--user", "--map-root-user", "--mount"]
-
-
-def can_mount() -> bool:
-    """Whether this user may have a mount namespace, in which file systems can be mounted without touching others."""
-    if shutil.which("unshare") is None:
-        return False
-    done = subprocess.run([*NAMESPACED, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False)
-    return done.returncode == 0
 
 
 def run_case(case: str, root: Path, *, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None) -> None:
@@ -52,13 +43,7 @@ def test_file_systems_that_fail(case: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def faulty_io(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    library = tmp_path_factory.mktemp("faulty") / "faulty_io.so"
-    source = ROOT / "tests" / "support" / "faulty_io.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    return library
+    return built_faulty_io(tmp_path_factory.mktemp("faulty"))
 
 
 @pytest.mark.parametrize("case", ["failing_reads", "failing_writes", "short_io", "lying", "hanging"])

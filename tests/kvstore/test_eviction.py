@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from kvstore.books import COMPARED_ORDERS, Books, Quotas
-from kvstore.eviction import LRU, MAX_USES, POLICIES, SMALL_SHARE, Eviction, S3Fifo
+from kvstore.eviction import LRU, MAX_USES, POLICIES, SMALL_SHARE, Adaptive, Eviction, S3Fifo
 from kvstore.keys import PUBLIC_SCOPE, tenant_scope
 from kvstore.object_key import ObjectKey
 from tests.support.kv_objects import key_of
@@ -223,3 +224,48 @@ def test_books_agree_with_themselves_whatever_happens(name: str) -> None:
     assert Counter(key.owner for key in books.select(None, None))[owner] == len(books.select(None, owner))
     assert books.select(b"\0" * 32, None) == []
     assert PUBLIC_SCOPE[:16] not in {key.owner for key in keys}
+
+
+def hit_rate(policy: Eviction[int], capacity: int, asked: list[int]) -> float:
+    held: set[int] = set()
+    hits = 0
+    for key in asked:
+        if key in held:
+            hits += 1
+            policy.use(key)
+            continue
+        if len(held) == capacity:
+            held.remove(evict(policy) or 0)
+        policy.add(key)
+        held.add(key)
+    return hits / len(asked)
+
+
+def once_and_often(rng: random.Random) -> list[int]:
+    """What is asked for again is lost among much that is not: S3-FIFO's."""
+    return [rng.randrange(1, 400) if rng.random() < 0.3 else 10_000 + number for number in range(40_000)]
+
+
+def soon_or_never(rng: random.Random) -> list[int]:
+    """What is asked for is asked for again a while later, and then no more: LRU's."""
+    return [key for number in range(1, 20_001) for key in (number, max(1, number - rng.randrange(1, 500)))]
+
+
+@pytest.mark.parametrize("load", [once_and_often, soon_or_never])
+def test_adaptive_is_nearly_as_good_as_the_better_policy(load: Callable[[random.Random], list[int]]) -> None:
+    asked = load(random.Random(5))
+    rates = {name: hit_rate(policy(), 800, asked) for name, policy in POLICIES.items()}
+    best, worst = max(rates["lru"], rates["s3fifo"]), min(rates["lru"], rates["s3fifo"])
+    assert best - worst > 0.03, "the load makes no difference"
+    assert rates["adaptive"] > best - 0.01
+
+
+def test_adaptive_changes_with_the_load() -> None:
+    policy = Adaptive[int]()
+    rng = random.Random(5)
+    hit_rate(policy, 800, once_and_often(rng))
+    assert isinstance(policy.better, S3Fifo)
+    while evict(policy) is not None:
+        pass
+    hit_rate(policy, 800, [100_000 + key for key in soon_or_never(rng)])
+    assert isinstance(policy.better, LRU)

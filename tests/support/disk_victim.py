@@ -17,6 +17,7 @@ from kvstore.batch import Batch
 from kvstore.disk import upkeep
 from kvstore.disk.tier import READERS, DiskTier
 from kvstore.tier import BreakerState, Deadline, Want
+from tests.support.failing_disks import fault, mount, remount
 from tests.support.kv_objects import key_of
 from tests.support.tier_contract import SIZE, loaded, save, soon, statuses
 from tests.support.until import until
@@ -24,22 +25,8 @@ from tests.support.until import until
 GIB = 1 << 30
 
 
-def mount(root: Path, *options: str) -> None:
-    root.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(root)], check=True)
-
-
-def remount(root: Path, how: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{how}", str(root)], check=True)
-
-
 def spoil(tier: DiskTier, number: int) -> None:
     Path(tier.place.path_of(key_of(number))).write_bytes(b"x" * SIZE)
-
-
-def fault(letter: str) -> None:
-    """What the disk does from now on (tests/support/faulty_io.c)."""
-    Path(os.environ["FAULTS"]).write_text(letter)
 
 
 async def breaker_is(state: BreakerState, of: Callable[[], BreakerState]) -> None:

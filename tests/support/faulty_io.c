@@ -1,7 +1,7 @@
 /* Preloaded into a process, makes its disk fail: the first letter of the file $FAULTS says how, none is a healthy disk.
  *   r  reads fail with EIO          w  writes fail with EIO
  *   s  reads and writes are short   l  writes of more than a page say that all is well and write zeros at the end
- *   h  reads hang until the letter changes
+ *   h  reads hang until the letter changes                  f  writes fail with ENOSPC
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -42,6 +42,7 @@ ssize_t pwrite64(int fd, const void *data, size_t size, off64_t at) {
     static ssize_t (*next)(int, const void *, size_t, off64_t);
     if (!next) next = dlsym(RTLD_NEXT, "pwrite64");
     if (mode() == 'w') { errno = EIO; return -1; }
+    if (mode() == 'f') { errno = ENOSPC; return -1; }
     if (mode() == 's' && size > PAGE) return next(fd, data, PAGE, at);
     if (mode() == 'l' && size > PAGE) {
         void *copy;

@@ -1,4 +1,4 @@
-"""A relay in threads that passes on what a server says at a few bytes a second: for callers that block."""
+"""A relay in threads that passes on what a server says at a few bytes a second, or cuts it: for callers that block."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ TICK_S = 0.02
 
 
 class SlowRelay:
-    """`port` leads to `upstream_port` of this machine. `bytes_per_s` None is full speed."""
+    """`port` leads to `upstream_port` of this machine. `bytes_per_s` None is full speed. `cut_after` is how many
+    bytes of answers a connection passes on before it is closed, None for all."""
 
     def __init__(self, upstream_port: int) -> None:
         self._upstream_port = upstream_port
         self.bytes_per_s: int | None = None
+        self.cut_after: int | None = None
         self._pace = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -46,8 +48,13 @@ class SlowRelay:
                 self._threads[-1].start()
 
     def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
+        answered = 0
         try:
             while data := source.recv(65536):
+                answered += len(data)
+                if is_answer and self.cut_after is not None and answered > self.cut_after:
+                    sink.sendall(data[: self.cut_after])
+                    return
                 while data:
                     now, data = self._portion(data) if is_answer else (data, b"")
                     sink.sendall(now)
