@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 
 from kvstore.keys import PUBLIC_SCOPE
-from kvstore.manager.verbs import KVTold, KVVerb
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Numerics = Literal["default", "invariant"]
@@ -342,10 +341,6 @@ class Admin(Protocol):
         """End the request of this id and all whose ids begin with it and a dash (the choices of one client request).
         Return how many there were.
         """
-        ...
-
-    async def ask_store(self, verb: KVVerb) -> list[KVTold]:
-        """Have the store of every engine do something. Raises UnsupportedError where there is none."""
         ...
 
 

@@ -38,7 +38,7 @@ async def drain(service: Service, body: bytes) -> Reply:
 
 
 async def reset_prefix_cache(service: Service, body: bytes) -> Reply:
-    for admin in admins_of(service):
+    for admin in _admins(service):
         await admin.reset_prefix_cache()
     logger.info("the prefix cache was reset, as an operator asked")
     return Reply({"status": "ok"})
@@ -47,7 +47,7 @@ async def reset_prefix_cache(service: Service, body: bytes) -> Reply:
 async def abort(service: Service, body: bytes) -> Reply:
     """End a client's request with all its choices. One that has ended already is no error: it counts as 0."""
     request = await parse_body(body, AbortBody)
-    aborted = sum([await admin.abort_requests(request.request_id) for admin in admins_of(service)])
+    aborted = sum([await admin.abort_requests(request.request_id) for admin in _admins(service)])
     logger.info("an operator ended a request", extra={"answer": request.request_id, "choices": aborted})
     return Reply({"request_id": request.request_id, "aborted": aborted})
 
@@ -59,10 +59,8 @@ ADMIN_ROUTES: Mapping[str, Answer] = {
 }
 
 
-def admins_of(service: Service, model: str | None = None) -> list[Admin]:
-    """Return what gives orders to the engines of a model, or of all. Raises UnsupportedError where there is none."""
-    served = [one for one in service.models.served() if model in (None, one.name)]
-    admins = [one.admin for one in served if one.admin is not None]
+def _admins(service: Service) -> list[Admin]:
+    admins = [model.admin for model in service.models.served() if model.admin is not None]
     if not admins:
         raise UnsupportedError("This server's engine has no such operation.")
     return admins

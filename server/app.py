@@ -22,7 +22,6 @@ from server.admin import ADMIN_ROUTES
 from server.config import ServeConfig
 from server.errors import reply_to
 from server.health import health_routes
-from server.kv_admin import KV_ADMIN_ROUTES
 from server.metrics import CONTENT_TYPE
 from server.middleware import EdgeMiddleware
 from server.openai.chat import prepare_chat
@@ -88,7 +87,7 @@ def build_app(
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     for path, answer in TEXT_ROUTES.items():
         app.router.routes.append(Route(path, JsonEndpoint(service, answer), methods=["POST"]))
-    for path, answer in {**ADMIN_ROUTES, **KV_ADMIN_ROUTES}.items():
+    for path, answer in ADMIN_ROUTES.items():
         app.router.routes.append(Route(path, JsonEndpoint(service, answer, needs_model=False), methods=["POST"]))
     app.include_router(model_routes(service))
     app.include_router(health_routes(service))

@@ -28,7 +28,7 @@ from engine.kv.event_log import KVEventLog
 from engine.protocol import EngineInfo, TokenOutput
 from engine.wire.curve import KeyPair, Socket
 from engine.wire.errors import to_wire
-from engine.wire.host import AskStore, Core, WireHost
+from engine.wire.host import Core, WireHost
 from engine.wire.messages import Status
 from engine.wire.waker import Waker
 from kvstore.events.publisher import EventPublisher
@@ -96,15 +96,14 @@ def _nothing() -> None:
 
 class LoadedEngine(msgspec.Struct, frozen=True):
     """`assets` are the bytes of `info.text` by digest. `event_log` is the core's, where it has one. `waker` is woken
-    when work can go on that waited for something outside of the engine. `ask_store` is its KV store's. `close` ends
-    what the core was given, after its last step."""
+    when work can go on that waited for something outside of the engine. `close` ends what the core was given, after its
+    last step."""
 
     core: SteppedCore
     info: EngineInfo
     assets: Mapping[str, bytes]
     event_log: KVEventLog | None = None
     waker: Waker | None = None
-    ask_store: AskStore | None = None
     close: Callable[[], None] = _nothing
 
 
@@ -127,7 +126,7 @@ def run(spec: CoreSpec, load: Load) -> int:
         gc.collect()
         gc.freeze()
         with closing(engine), _publishing(spec, host, engine) as publish_events:
-            host.serve(engine.core, engine.info, engine.assets, engine.waker, engine.ask_store)
+            host.serve(engine.core, engine.info, engine.assets, engine.waker)
             _serve(host, engine.core, spec.drain_timeout_s, publish_events)
         return 0
     except (ModelError, ConfigError) as error:
@@ -265,7 +264,7 @@ def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
         grammars.close()
         runner.close()
 
-    return LoadedEngine(core, info, assets, log, waker, None if store is None else store.ask, close)
+    return LoadedEngine(core, info, assets, log, waker, close)
 
 
 if __name__ == "__main__":

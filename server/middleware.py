@@ -23,10 +23,6 @@ KNOWN_ROUTES = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/version", "/metrics", "/load"}
     | {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"}
     | {"/admin/drain", "/admin/abort", "/admin/reset_prefix_cache", "/router/workers", "/router/explain", "/gateway"}
-    | {
-        f"/admin/kv/{verb}"
-        for verb in ("stats", "lookup", "prefetch", "pin", "drop", "quota", "flush", "weights_updated")
-    }
 )
 CLIENT_LEFT = "499"
 

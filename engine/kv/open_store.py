@@ -6,38 +6,20 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, HeadraceError, PressureError, RequestFailedError
+from engine.errors import ConfigError
 from engine.kv.store_port import StorePort
 from engine.protocol import EngineInfo
 from kvstore.errors import TierUnusableError
-from kvstore.keys import owner_of
 from kvstore.manager.client import EngineClient
 from kvstore.manager.config import StoreConfig, parse_store
 from kvstore.manager.parts import BlockParts
 from kvstore.manager.store import KVStore
-from kvstore.manager.verbs import (
-    LOOK_UP_S,
-    MAX_FLUSH_S,
-    MAX_SECONDS,
-    PREFETCH_S,
-    KVDrop,
-    KVFlush,
-    KVLookUp,
-    KVNewWeights,
-    KVPin,
-    KVPrefetch,
-    KVQuota,
-    KVStats,
-    KVTold,
-    KVVerb,
-)
 from kvstore.namespace import GroupShape, Namespace
 from kvstore.tier import Deadline
 
@@ -48,12 +30,6 @@ log = logging.getLogger(__name__)
 
 MAX_CHECK_PROCESSES = 8
 """One checks about 9 GB/s; a device takes up to 55."""
-
-MAX_ASKED = 64
-"""Orders of operators that wait."""
-
-Tell = Callable[[KVTold | HeadraceError], None]
-"""Takes an answer, in whatever thread it comes."""
 
 CLOSE_S = 10.0
 """Time to write what is queued when the engine ends. What is left is computed again one day."""
@@ -110,8 +86,6 @@ class OpenStore:
     memory: KVMemory
     info: EngineInfo
     weights_epoch: str = ""
-    _operator: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kv-operator"))
-    _asked: int = 0
 
     def new_weights(self, epoch: str | None = None) -> str:
         """The weights were changed: nothing of before is found from now on, or stored. Return the epoch, which is a
@@ -120,49 +94,7 @@ class OpenStore:
         self.client.use_namespace(BlockParts(namespace_of(self.info, self.weights_epoch)))
         return self.weights_epoch
 
-    def ask(self, verb: KVVerb, tell: Tell) -> None:
-        """Do what an operator asks, in a thread of its own, and tell how it went from there. Raises PressureError."""
-        if self._asked >= MAX_ASKED:
-            raise PressureError(f"{MAX_ASKED} orders about stored KV are under way already.")
-        self._asked += 1
-        self._operator.submit(self._obey, verb, tell)
-
-    def _obey(self, verb: KVVerb, tell: Tell) -> None:
-        try:
-            tell(self._told(verb))
-        except Exception as error:
-            log.exception("an operator's order failed")
-            tell(RequestFailedError(f"The order failed: {error}"))
-        finally:
-            self._asked -= 1
-
-    def _told(self, verb: KVVerb) -> KVTold:
-        store, client = self.store, self.client
-        match verb:
-            case KVStats():
-                return KVTold(stats=store.stats())
-            case KVLookUp(scope, keys):
-                return KVTold(blocks=store.held(client, scope, keys, Deadline.after(LOOK_UP_S)))
-            case KVPrefetch(scope, keys):
-                return KVTold(objects=store.prefetch(client, scope, keys, Deadline.after(PREFETCH_S)))
-            case KVPin(scope, keys, seconds):
-                return KVTold(pinned=store.pin(client, scope, keys, min(max(0.0, seconds), MAX_SECONDS)))
-            case KVDrop(scope, keys):
-                if scope is not None and keys is not None:
-                    store.delete(client, scope, keys)
-                else:
-                    store.drop(owner=None if scope is None else owner_of(scope))
-                return KVTold(done=True)
-            case KVQuota(scope, limit_bytes):
-                store.set_quota(owner_of(scope), limit_bytes)
-                return KVTold(done=True)
-            case KVFlush(timeout_s):
-                return KVTold(done=store.flush(Deadline.after(min(max(0.0, timeout_s), MAX_FLUSH_S))))
-            case KVNewWeights(epoch):
-                return KVTold(epoch=self.new_weights(epoch))
-
     def close(self) -> None:
-        self._operator.shutdown(cancel_futures=True)
         self.client.close()
         self.store.close(Deadline.after(CLOSE_S))
         self.memory.close()

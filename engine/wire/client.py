@@ -36,7 +36,6 @@ from engine.wire.errors import from_wire
 from engine.wire.load_watch import LOAD_CREDIT, LoadWatch
 from engine.wire.session import Session, Socket
 from kvstore.keys import token_words
-from kvstore.manager.verbs import MAX_FLUSH_S, KVTold, KVVerb
 
 OUTPUT_CREDIT = 64
 """Outputs messages that may be under way: enough for steps of a millisecond and a loop that stalls for 60 ms."""
@@ -291,12 +290,6 @@ class RemoteEngine:
             raise EngineError("The engine answered with something else than a count.")
         return reply.count
 
-    async def ask_store(self, verb: KVVerb) -> list[KVTold]:
-        reply = await self._call(wire.AskStore(self._next_call(), verb), MAX_FLUSH_S + CALL_TIMEOUT_S)
-        if not isinstance(reply, wire.StoreReply):
-            raise EngineError("The engine answered with something else than what its store tells.")
-        return [reply.told]
-
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _submit(self, request: GenerateRequest) -> _Stream:
@@ -365,16 +358,16 @@ class RemoteEngine:
         self._last_call += 1
         return self._last_call
 
-    async def _call(self, message: wire.Call, timeout_s: float = CALL_TIMEOUT_S) -> wire.Reply:
+    async def _call(self, message: wire.Call) -> wire.Reply:
         if self._state.state not in ("ready", "draining"):
             raise self._unavailable()
         future: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
         self._calls[message.call_id] = future
         try:
             self._send(message)
-            reply = await asyncio.wait_for(future, timeout_s)
+            reply = await asyncio.wait_for(future, CALL_TIMEOUT_S)
         except TimeoutError:
-            raise EngineError(f"The engine has not answered for {timeout_s:g} s.") from None
+            raise EngineError(f"The engine has not answered for {CALL_TIMEOUT_S:g} s.") from None
         finally:
             self._calls.pop(message.call_id, None)
         if isinstance(reply, wire.ErrorReply):

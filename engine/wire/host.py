@@ -12,7 +12,6 @@ import math
 import os
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -28,7 +27,6 @@ from engine.errors import (
     PressureError,
     RequestError,
     RequestFailedError,
-    UnsupportedError,
 )
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire import messages as wire
@@ -38,7 +36,6 @@ from engine.wire.load_reports import LoadReports
 from engine.wire.peers import Peer, Route, Routes
 from engine.wire.waker import Waker
 from kvstore.keys import tokens_of_words
-from kvstore.manager.verbs import KVNewWeights, KVTold, KVVerb
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +83,6 @@ class Core(Protocol):
     def reset_prefix_cache(self) -> None: ...
 
 
-AskStore = Callable[[KVVerb, Callable[[KVTold | HeadraceError], None]], None]
-"""Has the engine's store do something. The answer may come from another thread."""
-
-
 class WireHost:
     """`counters` are cumulative: malformed frames, peers that vanished, outputs that were merged for a slow peer.
 
@@ -132,8 +125,6 @@ class WireHost:
         self._info: EngineInfo | None = None
         self._assets: Mapping[str, bytes] = {}
         self._waker: Waker | None = None
-        self._ask_store: AskStore | None = None
-        self._late_replies: deque[tuple[bytes, wire.Reply]] = deque()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
 
@@ -177,17 +168,8 @@ class WireHost:
         self._status = status
         self._broadcast(status)
 
-    def serve(
-        self,
-        core: Core,
-        info: EngineInfo,
-        assets: Mapping[str, bytes],
-        waker: Waker | None = None,
-        ask_store: AskStore | None = None,
-    ) -> None:
-        """The engine can serve: `assets` are the bytes of `info.text` by digest. A `waker` ends the wait of `pump`.
-        `ask_store` is given where the engine has a store."""
-        self._ask_store = ask_store
+    def serve(self, core: Core, info: EngineInfo, assets: Mapping[str, bytes], waker: Waker | None = None) -> None:
+        """The engine can serve: `assets` are the bytes of `info.text` by digest. A `waker` ends the wait of `pump`."""
         if waker is not None:
             self._waker = waker
             self._poller.register(waker.fd, zmq.POLLIN)
@@ -213,8 +195,6 @@ class WireHost:
                 except zmq.Again:
                     break
                 self._receive(frames)
-        while self._late_replies:
-            self._send_to(*self._late_replies.popleft())
         now = time.monotonic()
         if now >= self._next_probe:
             self._next_probe = now + PROBE_INTERVAL_S
@@ -306,8 +286,7 @@ class WireHost:
             case wire.Hello():
                 pass
             case call:
-                if (reply := self._answer(peer, call)) is not None:
-                    self._send(peer, reply)
+                self._send(peer, self._answer(peer, call))
 
     def _submit(self, peer: Peer, request: GenerateRequest, prompt: bytes) -> None:
         try:
@@ -362,29 +341,6 @@ class WireHost:
             self._abort(route, "The request was ended by an operator.", "aborted_by_operator")
         return len(found)
 
-    def _order(self, identity: bytes, call: wire.AskStore) -> None:
-        if self._ask_store is None or self._core is None:
-            raise UnsupportedError("This engine has no KV store: it is started with --kv-store.")
-        if isinstance(call.verb, KVNewWeights):
-            if len(self._routes):
-                raise RequestError(
-                    "Requests are running: what they compute is of both the old weights and the new.",
-                    code="requests_running",
-                )
-            self._core.reset_prefix_cache()
-
-        def tell(told: KVTold | HeadraceError) -> None:
-            reply: wire.Reply
-            if isinstance(told, HeadraceError):
-                reply = wire.ErrorReply(call.call_id, to_wire(told))
-            else:
-                reply = wire.StoreReply(call.call_id, told)
-            self._late_replies.append((identity, reply))
-            if self._waker is not None:
-                self._waker.wake()
-
-        self._ask_store(call.verb, tell)
-
     def _read_asset(self, peer: Peer, call: wire.FetchAsset) -> wire.AssetReply:
         data = self._assets.get(call.digest)
         if data is None:
@@ -396,8 +352,7 @@ class WireHost:
         peer.asset_bytes += len(chunk)
         return wire.AssetReply(call.call_id, len(data), chunk)
 
-    def _answer(self, peer: Peer, call: wire.Call) -> wire.Reply | None:
-        """Return the answer, None when it comes later."""
+    def _answer(self, peer: Peer, call: wire.Call) -> wire.Reply:
         try:
             match call:
                 case wire.FetchAsset():
@@ -416,9 +371,6 @@ class WireHost:
                     return wire.DoneReply(call_id)
                 case wire.AbortRequests(call_id, request_id):
                     return wire.CountReply(call_id, self._abort_for_operator(request_id))
-                case wire.AskStore():
-                    self._order(peer.identity, call)
-                    return None
         except HeadraceError as error:
             return wire.ErrorReply(call.call_id, to_wire(error))
 

@@ -11,7 +11,6 @@ raises WIRE_VERSION, which `Hello` and `Welcome` carry first so that any two ver
     WatchLoad: may send so many more ------> LoadReport: after a step, and when nothing happens
     Describe, FetchAsset, GetLoad, Drain --> InfoReply, AssetReply, LoadReply, DoneReply, or ErrorReply
     ResetPrefixCache, AbortRequests -------> DoneReply, CountReply, or ErrorReply
-    AskStore ------------------------------> StoreReply, or ErrorReply
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import msgspec
 
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire.errors import WireError
-from kvstore.manager.verbs import KVTold, KVVerb
 
 WIRE_VERSION = 2
 
@@ -119,13 +117,6 @@ class WatchLoad(msgspec.Struct, frozen=True, array_like=True, tag=12):
     count: int
 
 
-class AskStore(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """Have the engine's store do something. The answer may take a while; others overtake it."""
-
-    call_id: int
-    verb: KVVerb
-
-
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """`incarnation` is drawn when the engine's process starts: another one means that every request is gone."""
 
@@ -208,12 +199,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=44):
     counters: dict[str, int] = {}
 
 
-class StoreReply(msgspec.Struct, frozen=True, array_like=True, tag=45):
-    call_id: int
-    told: KVTold
-
-
-Call = Describe | FetchAsset | GetLoad | Drain | ResetPrefixCache | AbortRequests | AskStore
+Call = Describe | FetchAsset | GetLoad | Drain | ResetPrefixCache | AbortRequests
 ClientMessage = Hello | Submit | Finish | Abort | Credit | WatchLoad | Call
-Reply = InfoReply | AssetReply | LoadReply | DoneReply | ErrorReply | CountReply | StoreReply
+Reply = InfoReply | AssetReply | LoadReply | DoneReply | ErrorReply | CountReply
 EngineMessage = Welcome | VersionRefused | Status | Outputs | Refused | Bye | LoadReport | Reply

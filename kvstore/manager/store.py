@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from kvstore.books import Quotas
 from kvstore.codec import ObjectCodec
 from kvstore.disk.tier import DiskTier
@@ -18,12 +20,11 @@ from kvstore.manager.config import DirectorySpec, StoreConfig
 from kvstore.manager.contract import DeviceMemory, StoredBlock
 from kvstore.manager.fetching import Fetches
 from kvstore.manager.parts import BlockParts
-from kvstore.manager.stats import QueueStats, StoreStats
 from kvstore.namespace import Namespace
 from kvstore.object_key import ObjectKey
 from kvstore.ram.tier import RamTier
 from kvstore.remote.tier import RemoteTier
-from kvstore.tier import Deadline, EventSink, Outcome, Tier, TierEvent, TierName
+from kvstore.tier import Deadline, EventSink, Outcome, Tier, TierEvent, TierName, TierStats
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,26 @@ OVERDUE_S = 60.0
 TierSink = Callable[[TierName, TierEvent], None]
 
 _POLICIES: dict[str, Callable[[], Eviction[ObjectKey]]] = {"lru": LRU, "s3fifo": S3Fifo, "adaptive": Adaptive}
+
+
+class QueueStats(msgspec.Struct, frozen=True):
+    """Of what is on its way to one tier. `ended` counts by how: tiers' outcomes, and overflow, late, evicted, and
+    unadmitted for what was not taken under pressure."""
+
+    objects: int
+    size_bytes: int
+    ended: dict[str, int]
+
+
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """`clients` are cumulative counts over all engines of the process, `fetch_rates` bytes a second as measured."""
+
+    tiers: list[TierStats]
+    queues: dict[TierName, QueueStats]
+    clients: dict[str, int]
+    fetching: int
+    overdue_leases: int
+    fetch_rates: dict[TierName, float]
 
 
 class KVStore:

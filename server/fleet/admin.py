@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-import msgspec
+from collections.abc import Callable, Sequence
 
 from engine.errors import EngineDiedError, UnsupportedError
 from engine.protocol import Admin
-from kvstore.manager.verbs import KVTold, KVVerb
 
 
 class EveryAdmin:
     """Engines that are gone have nothing to be done with: their cache and their requests are gone as well. What one of
     them cannot do is told when the others have done it."""
 
-    def __init__(self, engines: Callable[[], Mapping[str, Admin]]) -> None:
-        """`engines` are by target id."""
+    def __init__(self, engines: Callable[[], Sequence[Admin]]) -> None:
         self._engines = engines
 
     async def reset_prefix_cache(self) -> None:
         refusal: UnsupportedError | None = None
-        for engine in self._engines().values():
+        for engine in self._engines():
             try:
                 await engine.reset_prefix_cache()
             except EngineDiedError:
@@ -31,23 +27,9 @@ class EveryAdmin:
         if refusal is not None:
             raise refusal
 
-    async def ask_store(self, verb: KVVerb) -> list[KVTold]:
-        told: list[KVTold] = []
-        refusal: UnsupportedError | None = None
-        for target_id, engine in self._engines().items():
-            try:
-                told += [msgspec.structs.replace(one, engine=target_id) for one in await engine.ask_store(verb)]
-            except EngineDiedError:
-                continue
-            except UnsupportedError as error:
-                refusal = error
-        if refusal is not None and not told:
-            raise refusal
-        return told
-
     async def abort_requests(self, request_id: str) -> int:
         count = 0
-        for engine in self._engines().values():
+        for engine in self._engines():
             try:
                 count += await engine.abort_requests(request_id)
             except EngineDiedError:

@@ -76,7 +76,7 @@ class ModelPool:
         relays = RelaySupervisor(self.pool, self.supervisor) if is_relayed else None
         self._loops = None if unready_after_s is None else LocalLoops(self.engines, unready_after_s)
         self.readiness = EnginesReadiness(self.engines, is_open, self._is_stuck)
-        admin = EveryAdmin(lambda: {name: link.engine for name, link in self.links.items()})
+        admin = EveryAdmin(self.engines)
         targets = TargetsCollector(
             name,
             lambda: {name: link.engine.is_ready for name, link in self.links.items()},

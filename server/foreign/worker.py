@@ -25,7 +25,6 @@ from engine.errors import (
 )
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire.client import RemoteState
-from kvstore.manager.verbs import KVTold, KVVerb
 from server.foreign.dialect import Dialect, no_ids
 from server.foreign.exchange import Exchange, ExchangeEnded
 from server.foreign.outputs import outputs_of
@@ -245,9 +244,6 @@ class OpenAIWorker:
 
     async def reset_prefix_cache(self) -> None:
         raise UnsupportedError(f"The engine at {self.url} is of another make: its cache is not reset from here.")
-
-    async def ask_store(self, verb: KVVerb) -> list[KVTold]:
-        raise UnsupportedError(f"The engine at {self.url} is of another make: its stored KV is not ours.")
 
     async def abort_requests(self, request_id: str) -> int:
         """Of the requests that go through here."""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.headrace_server import HeadraceServer, headrace
-from tests.support.tiny_models import write_tiny_llama
-from tests.support.until import until
 
 PROMPT = "What a prompt cost once is not paid again. " * 6
 BLOCK = 16
@@ -78,77 +75,6 @@ async def test_what_one_replica_stored_another_finds(tiny_model: Path, tmp_path:
             if "disk" in tiers:
                 break
         assert "disk" in tiers, "the other replica computed it anew again and again"
-        await stop(server)
-
-
-async def test_operators_see_and_steer_what_is_stored(tiny_model: Path, tmp_path: Path) -> None:
-    with headrace(tmp_path, tiny_model, **flags(tmp_path, replicas=2, routing_policy="round_robin")) as server:
-        await server.wait_ready()
-        blocks = len(PROMPT) // BLOCK
-
-        async def order(verb: str, **body: object) -> list[dict[str, Any]]:
-            async with await server.client() as client:
-                answer = await client.post(f"/admin/kv/{verb}", json=body)
-            assert answer.status_code == 200, answer.text
-            told: list[dict[str, Any]] = answer.json()["engines"]
-            assert [sorted(one) for one in told] == [sorted(told[0])] * 2
-            return told
-
-        async def held(tier: str) -> list[int]:
-            return [one["blocks"].get(tier, 0) for one in await order("lookup", prompt=PROMPT)]
-
-        async def both_are_there() -> bool:
-            async with await server.client() as client:
-                answer = await client.post("/admin/kv/stats")
-            return answer.status_code == 200 and len(answer.json()["engines"]) == 2
-
-        await until(both_are_there, "both replicas serve", limit_s=120)
-        assert await held("ram") == [0, 0]
-        await ask(server)
-        assert all(one["done"] for one in await order("flush"))
-        assert sorted(await held("ram")) == [0, blocks]
-        assert max(await held("disk")) == blocks
-        assert sum(sum(one["pinned"].values()) for one in await order("pin", prompt=PROMPT, seconds=60)) >= blocks
-        tiers = [tier for one in await order("stats") for tier in one["stats"]["tiers"]]
-        assert {tier["tier"] for tier in tiers} == {"ram", "disk"}
-        assert sum(tier["pinned_bytes"] for tier in tiers) > 0
-        assert len({one["engine"] for one in await order("stats")}) == 2
-        await order("drop", prompt=PROMPT)
-        assert await held("ram") == [0, 0]
-        assert await held("disk") == [0, 0]
-        await ask(server, "others stay. " * 10)
-        await order("flush")
-        assert len({one["epoch"] for one in await order("weights_updated", epoch="step 1")}) == 1
-        assert (await ask(server, "others stay. " * 10))[1] == {"device": 0}, "other weights"
-        await order("drop", everything=True)
-        tiers = [tier for one in await order("stats") for tier in one["stats"]["tiers"]]
-        assert sum(tier["objects"] for tier in tiers) == 0
-        await stop(server)
-
-
-async def test_weights_are_not_exchanged_under_running_requests(tmp_path: Path) -> None:
-    # Wide enough to be still at it when the order comes.
-    model = write_tiny_llama(
-        tmp_path / "wide", hidden_size=512, intermediate_size=1536, layers=6, heads=8, max_positions=4096
-    )
-    with headrace(tmp_path, model, **flags(tmp_path)) as server:
-        await server.wait_ready()
-        async with await server.client() as client:
-            body = {"model": server.model, "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-            async with client.stream("POST", "/v1/completions", json=body) as stream:
-                assert "data: " in await anext(stream.aiter_lines())
-                refused = await client.post("/admin/kv/weights_updated")
-                assert (refused.status_code, refused.json()["error"]["code"]) == (400, "requests_running")
-        await stop(server)
-
-
-async def test_without_a_store_there_is_nothing_to_order(tiny_model: Path, tmp_path: Path) -> None:
-    with headrace(tmp_path, tiny_model, threads=1) as server:
-        await server.wait_ready()
-        async with await server.client() as client:
-            answer = await client.post("/admin/kv/stats")
-        assert answer.status_code >= 400
-        assert "--kv-store" in answer.json()["error"]["message"]
         await stop(server)
 
 

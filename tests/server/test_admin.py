@@ -8,8 +8,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvstore.keys import PUBLIC_SCOPE, KeyChain
-from kvstore.manager.verbs import KVDrop, KVLookUp, KVTold, KVVerb
 from server.access.credentials import Credentials
 from server.access.guard import _is_loopback
 from server.access.keys import KeyEntry, digest_of
@@ -26,7 +24,6 @@ class FakeAdmin:
     def __init__(self) -> None:
         self.resets = 0
         self.aborted: list[str] = []
-        self.asked: list[KVVerb] = []
 
     async def reset_prefix_cache(self) -> None:
         self.resets += 1
@@ -34,10 +31,6 @@ class FakeAdmin:
     async def abort_requests(self, request_id: str) -> int:
         self.aborted.append(request_id)
         return 2
-
-    async def ask_store(self, verb: KVVerb) -> list[KVTold]:
-        self.asked.append(verb)
-        return [KVTold(done=True)]
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -120,70 +113,6 @@ async def test_bad_bodies_and_unknown_admin_urls_are_refused_in_our_shape() -> N
         assert (await server.client.get("/admin/drain")).status_code == 405
         form = {"content-type": "application/x-www-form-urlencoded"}
         assert (await server.client.post("/admin/drain", content=b"a=b", headers=form)).status_code == 400
-
-
-PROMPT = list(range(5, 105))
-
-
-@pytest.mark.parametrize(
-    ("verb", "body", "param"),
-    [
-        ("stats", {"what": 1}, "what"),
-        ("stats", {"model": "nobody"}, "model"),
-        ("lookup", {}, "prompt"),
-        ("lookup", {"prompt": ""}, "prompt"),
-        ("lookup", {"prompt": []}, "prompt"),
-        ("lookup", {"prompt": [-1]}, "prompt"),
-        ("lookup", {"prompt": [2**40] * 100}, "prompt"),
-        ("lookup", {"prompt": [5]}, "prompt"),
-        ("lookup", {"prompt": PROMPT, "tenant": ""}, "tenant"),
-        ("prefetch", {"prompt": 5}, "prompt"),
-        ("pin", {"prompt": PROMPT}, "seconds"),
-        ("pin", {"prompt": PROMPT, "seconds": -1}, "seconds"),
-        ("pin", {"prompt": PROMPT, "seconds": 1e9}, "seconds"),
-        ("drop", {}, "everything"),
-        ("drop", {"tenant": "a", "everything": True}, "everything"),
-        ("drop", {"tenant": "a", "cache_salt": "s"}, "cache_salt"),
-        ("quota", {"tenant": "a"}, "bytes"),
-        ("quota", {"tenant": "a", "bytes": -1}, "bytes"),
-        ("quota", {"tenant": "a", "bytes": "1GiB"}, "bytes"),
-        ("flush", {"timeout_s": 1e6}, "timeout_s"),
-        ("weights_updated", {"epoch": ""}, "epoch"),
-    ],
-    ids=lambda value: None,
-)
-async def test_bad_orders_about_stored_kv_name_what_is_wrong(verb: str, body: object, param: str) -> None:
-    admin = FakeAdmin()
-    async with serving(FakeEngine(), admin=admin) as server:
-        answer = await server.client.post(f"/admin/kv/{verb}", json=body)
-    assert answer.status_code in (400, 404), answer.text
-    assert (answer.json()["error"]["param"] or "").split(".")[0] == param, answer.text
-    assert admin.asked == []
-
-
-async def test_orders_about_stored_kv_name_its_owner_and_its_blocks() -> None:
-    admin = FakeAdmin()
-    async with serving(FakeEngine(), credentials=WITH_KEYS, admin=admin) as server:
-
-        async def post(verb: str, key: str = ADMIN, **body: object) -> httpx.Response:
-            return await server.client.post(f"/admin/kv/{verb}", json=body, headers=bearer(key))
-
-        assert (await post("stats", TENANT)).status_code == 403
-        assert (await post("lookup", prompt=PROMPT)).json() == {"engines": [{"done": True}]}
-        await post("lookup", prompt=PROMPT, tenant="a")
-        await post("lookup", prompt=PROMPT, tenant="a", cache_salt="s")
-        await post("drop", tenant="a")
-        await post("drop", everything=True)
-    public, own, salted, owner, everything = admin.asked
-    size = FakeEngine().info.block_size
-    assert public == KVLookUp(PUBLIC_SCOPE, KeyChain(PUBLIC_SCOPE, size).extend(PROMPT))
-    assert isinstance(own, KVLookUp)
-    assert isinstance(salted, KVLookUp)
-    assert len({PUBLIC_SCOPE, own.scope, salted.scope}) == 3
-    assert own.keys == KeyChain(own.scope, size).extend(PROMPT)
-    assert isinstance(owner, KVDrop)
-    assert owner == KVDrop(own.scope)
-    assert everything == KVDrop()
 
 
 async def test_an_engine_without_these_operations_says_so() -> None:
