@@ -135,6 +135,8 @@ def test_a_directory_that_is_removed(
     with engine(model, "ram=16MiB", f"disk={root},64MiB,min-free=1MiB") as llm:
         one = Trial(plain, llm)
         one.works()
-        shutil.rmtree(root / below)
+        # At once: what is missing is made again while a tree is being deleted.
+        (root / below).rename(tmp_path / "removed")
+        shutil.rmtree(tmp_path / "removed")
         one.ask()
         one.works()

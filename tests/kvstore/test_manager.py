@@ -159,7 +159,8 @@ def test_flush_waits_for_blocks_that_are_still_on_the_device(monkeypatch: pytest
         may_read, read = threading.Event(), engine.memory.read
 
         def late(pieces: Sequence[Piece]) -> None:
-            may_read.wait(60.0)
+            if threading.current_thread().name == "kv-save":  # windows are read in the caller's
+                may_read.wait(60.0)
             read(pieces)
 
         monkeypatch.setattr(engine.memory, "read", late)

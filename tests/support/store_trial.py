@@ -61,11 +61,15 @@ class Trial:
         )
 
     def is_left_alone(self, kind: str) -> None:
-        """Return when the tier is not even tried any more: by "load" or by "save"."""
+        """Return when the tier is not even tried any more: by "load" or by "save". One that is known to be full is
+        not given what nobody has asked for before."""
 
         def refused() -> int:
             stats = self.tier.stats()
-            return (stats.loads if kind == "load" else stats.saves).get("refused", 0)
+            if kind == "load":
+                return stats.loads.get("refused", 0)
+            (behind,) = store_of(self._stored)._behind
+            return stats.saves.get("refused", 0) + behind.figures()[2].get("unadmitted", 0)
 
         before = refused()
         self.ask_until(lambda _: self.breakers != ("closed", "closed") or refused() > before, "the tier is left alone")
