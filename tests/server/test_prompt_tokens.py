@@ -182,6 +182,17 @@ async def test_usage_runs_along_when_it_is_asked_for() -> None:
     assert not any("usage" in part for part in alone), "it goes with include_usage, as elsewhere"
 
 
+async def test_usage_runs_along_with_the_role_of_each_choice_too() -> None:
+    engine = FakeEngine()
+    engine.say("ab")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with serving(engine) as server:
+        body = chat_body(stream=True, stream_options=options, n=2)
+        parts: list[Any] = chunks(await server.events("/v1/chat/completions", body))
+    assert sum("role" in choice["delta"] for part in parts for choice in part["choices"]) == 2
+    assert [part["usage"] is None for part in parts] == [False] * len(parts)
+
+
 async def test_what_edits_logits_reaches_the_engine() -> None:
     engine = FakeEngine(generation_defaults={"repetition_penalty": 1.1})
     async with serving(engine) as server:
