@@ -22,6 +22,7 @@ from engine.errors import (
     PressureError,
     PromptTooLongError,
     RequestError,
+    RequestFailedError,
     UnsupportedError,
 )
 from engine.grammar.base import CompiledGrammar, GrammarError
@@ -239,11 +240,11 @@ class EngineCore:
         try:
             request.matcher = grammar.result().start(request.tokens[request.prompt_len :])
         except (HeadraceError, GrammarError) as error:
-            code = error.code if isinstance(error, HeadraceError) else "request_failed"
+            code = error.code if isinstance(error, HeadraceError) else RequestFailedError.code
             self._end(request, "error", error=f"grammar: {error}", error_code=code)
         except Exception as error:
             # Whatever it was, it is this request's alone.
-            self._end(request, "error", error=f"grammar: {error!r}", error_code="request_failed")
+            self._end(request, "error", error=f"grammar: {error!r}", error_code=RequestFailedError.code)
         else:
             request.state = RequestState.WAITING
             self.scheduler.add(request)
@@ -304,7 +305,7 @@ class EngineCore:
 
     def _apply(self, row: Row, request: Request, result: RowResult, now_s: float) -> None:
         if result.error is not None or (row.sample and not result.token_ids):
-            self._fail(request, result.error or "the runner returned no token")
+            self._fail(request, result.error or "the runner returned no token", result.error_code)
             return
         self.scheduler.complete(request, row.start + row.count)
         if result.prompt_logprobs is not None:
@@ -335,12 +336,12 @@ class EngineCore:
         else:
             self._outputs.append(self._first_output(request, offset, tokens, logprobs))
 
-    def _fail(self, request: Request, error: str) -> None:
+    def _fail(self, request: Request, error: str, code: str = RequestFailedError.code) -> None:
         """End a request at which a step has failed. Nothing of it is worth keeping."""
         if request.matcher is not None and request.matcher.error is not None:
-            error = f"grammar: {request.matcher.error}"
+            error, code = f"grammar: {request.matcher.error}", RequestFailedError.code
         request.keep_tokens = 0
-        self._end(request, "error", error=error, error_code="request_failed")
+        self._end(request, "error", error=error, error_code=code)
 
     def _first_output(
         self, request: Request, offset: int, tokens: list[int], logprobs: list[TokenLogprobs] | None

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.errors import RequestFailedError
 from engine.protocol import SamplingParams, TokenLogprobs
 
 NULL_BLOCK = 0
@@ -80,7 +81,8 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
 
     `prompt_logprobs` are of the tokens at positions start + 1 .. start + count of a prompt that asked for them; without
     the row's `next_id` the last of these is not there.
-    `error` ends this request and no other.
+    `error` ends this request and no other; `error_code` is that of an error class, RequestError's where the request
+    itself is at fault.
     """
 
     slot: int
@@ -88,6 +90,7 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    error_code: str = RequestFailedError.code
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -38,7 +38,7 @@ def card(info: EngineInfo, url: str, *, with_key: bool = False, replicas: int = 
     width = max(len(name) for name, _ in rows)
     lines = [f"Headrace {VERSION} is ready.", ""]
     lines += [f"  {name:<{width}}  {value}" for name, value in rows]
-    return "\n".join([*lines, "", _curl(info.model, base, with_key), ""])
+    return "\n".join([*lines, "", _curl(info, base, with_key), ""])
 
 
 def facts(info: EngineInfo, *, replicas: int = 1) -> dict[str, str | int]:
@@ -66,10 +66,16 @@ def _capacity(info: EngineInfo) -> str:
     return f"{_count(info.kv_capacity_tokens, 'token')} in {blocks}: {at_once:.1f} requests at the full window"
 
 
-def _curl(model: str, base: str, with_key: bool) -> str:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Say hello."}]})
+def _curl(info: EngineInfo, base: str, with_key: bool) -> str:
+    """A chat, or a completion where there is no chat template. One without an end token may have no text either."""
+    body: dict[str, object] = {"model": info.model}
+    if info.text.chat_template is not None:
+        route, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": "Say hello."}]
+    else:
+        route, body["prompt"] = "/v1/completions", "Once upon a time" if info.eos_ids else [1, 2, 3]
+    data = shlex.quote(json.dumps(body))
     key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if with_key else ""
-    return f"  curl {base}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n    -d {shlex.quote(body)}"
+    return f"  curl {base}{route}{key} -H 'Content-Type: application/json' \\\n    -d {data}"
 
 
 def _count(number: int, noun: str) -> str:

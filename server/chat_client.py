@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
@@ -20,6 +21,7 @@ Message = dict[str, str]
 _CONNECT_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 600.0
 _LONGEST_ERROR_BYTES = 64 * 1024
+_UNSENDABLE = re.compile(r"[\x00-\x20\x7f]")
 
 
 class ChatError(HeadraceError):
@@ -44,18 +46,19 @@ class ChatClient:
     """Speaks HTTP with one server. `url` may lack the scheme and may end in /v1."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
             port = parts.port
+            is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and not _UNSENDABLE.search(url)
         except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            is_server = False
+        if not is_server:
             raise ChatError(f"{url!r} is not the URL of a server.", hint="Write it like http://127.0.0.1:8000.")
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._secure = parts.scheme == "https"
-        self._host = parts.hostname
+        self._host = parts.hostname or ""
         self._port = port
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._path}"

@@ -223,6 +223,8 @@ def error_from_validation(error: ValidationError) -> RequestError:
         case kind:
             code = "invalid_type" if kind.endswith("_type") else "invalid_value"
             what = "type" if code == "invalid_type" else "value"
+            if param is None:  # several fields that do not go together
+                return RequestError(f"{first['msg']}.", code=code)
             value = first["input"]
             return RequestError(
                 f"Invalid {what} for '{param}': {first['msg']} (got {shown(value)}).",

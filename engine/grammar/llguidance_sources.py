@@ -65,6 +65,12 @@ def short(message: str) -> str:
 
 
 def _of_schema(source: str) -> str:
+    # A whole schema may be true or false; the library knows these inside of others only.
+    match source.strip():
+        case "true":
+            source = "{}"
+        case "false":
+            raise RequestError("it allows no text at all")
     _check_multiples(source)
     for text in _strings(source):
         _check_repetitions(text)

@@ -395,4 +395,7 @@ class TorchRunner:
 
 def _failed(launched: _Launched, slot: int, place: int) -> RowResult:
     """A row that had no token to choose; `place` is its own among the sampling rows."""
-    return RowResult(slot, error=NOT_FINITE if launched.sampled is None else launched.sampled.error(place))
+    sampled = launched.sampled
+    if sampled is None:
+        return RowResult(slot, error=NOT_FINITE)
+    return RowResult(slot, error=sampled.error(place), error_code=sampled.error_code(place))

@@ -32,6 +32,7 @@ class LogitEdits:
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._wanted = np.zeros(max_slots, dtype=np.bool_)
+        self._limited = np.zeros(max_slots, dtype=np.bool_)
         self._prompt_len = np.zeros(max_slots, dtype=np.int64)
         self._allowed: list[Tensor | None] = [None] * max_slots
         self._bias: list[tuple[Tensor, Tensor] | None] = [None] * max_slots
@@ -48,12 +49,17 @@ class LogitEdits:
             (self._sent(list(bias), torch.int64), self._sent(list(bias.values()), torch.float32)) if bias else None
         )
         has_words, has_penalty = self._bad_words.set_slot(new_slot), self._counts.set_slot(new_slot)
-        self._wanted[slot] = allowed is not None or bool(bias) or has_words or has_penalty
+        self._limited[slot] = allowed is not None or has_words
+        self._wanted[slot] = bool(self._limited[slot]) or bool(bias) or has_penalty
         return bool(self._wanted[slot])
 
     def wanted(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell for each slot whether its logits are to be edited."""
         return self._wanted[slots]
+
+    def limited(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell for each slot whether its edits can take tokens away. Bias and penalties are finite: they cannot."""
+        return self._limited[slots]
 
     def apply(self, logits: Tensor, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
         """Edit float32 `logits` [rows, vocab] of the new tokens at `positions`, in place."""

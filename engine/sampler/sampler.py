@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.errors import RequestError, RequestFailedError
 from engine.plan import NewSlot
 from engine.protocol import TokenLogprobs
 from engine.sampler.edits import LogitEdits
@@ -45,6 +46,7 @@ class Sampled:
     """Tokens of one step's rows. `token_ids` int64 [rows] is on the device; `host` waits for it.
 
     `logprob_rows` and `logprob_counts` name the rows that asked for logprobs and how many alternatives each wants.
+    `limited_rows` are those whose requests take tokens away.
     """
 
     token_ids: Tensor
@@ -52,7 +54,7 @@ class Sampled:
     logprobs: LogprobTensors | None = None
     logprob_rows: tuple[int, ...] = ()
     logprob_counts: tuple[int, ...] = ()
-    edited_rows: tuple[int, ...] = ()
+    limited_rows: tuple[int, ...] = ()
 
     def kept(self) -> Tensor:
         """Return the tokens with -1 in place of a failed row's: int64 [rows] on the device."""
@@ -67,7 +69,11 @@ class Sampled:
 
     def error(self, row: int) -> str:
         """Say why a row failed."""
-        return _NOTHING_LEFT if row in self.edited_rows else NOT_FINITE
+        return _NOTHING_LEFT if row in self.limited_rows else NOT_FINITE
+
+    def error_code(self, row: int) -> str:
+        """Tell whether the request or the engine is at fault."""
+        return RequestError.code if row in self.limited_rows else RequestFailedError.code
 
     def values(self) -> list[TokenLogprobs | None]:
         """Return the logprobs of each row, None where not asked for; they mean nothing for a failed row."""
@@ -171,7 +177,11 @@ class Sampler:
             at = np.asarray(positions, dtype=np.int64)
             token_ids, failed = self._choose_edited(logits, slot_of, at, edited, masks)
         sampled = self._with_logprobs(logits, slot_of, token_ids, failed)
-        return replace(sampled, edited_rows=tuple(edited.tolist())) if len(edited) else sampled
+        limited = self._edits.limited(slot_of)
+        if masks is not None and len(masks.rows):
+            limited = limited.copy()
+            limited[list(masks.rows)] = True
+        return replace(sampled, limited_rows=tuple(np.flatnonzero(limited).tolist())) if limited.any() else sampled
 
     def _choose_edited(
         self,

@@ -26,8 +26,9 @@ def new(tenant: str) -> None:
     from server.access.keys import hashed_line, new_key, read_entry
 
     key = new_key()
+    line = hashed_line(read_entry(key, tenant, "TENANT"))  # a tenant that cannot be gets no key
     click.echo(key)
-    click.echo(hashed_line(read_entry(key, tenant, "TENANT")))
+    click.echo(line)
 
 
 @keys.command("hash", short_help="Hash a key that exists.")

@@ -130,17 +130,21 @@ class GenerateEndpoint:
         try:
             last, unfinished = b"", len(prepared.runs)
             async with aclosing(merged(prepared.runs, clock)) as pieces:
-                opening = b"".join(text.opening(run.index) for run in prepared.runs)
+                openings = [opening for run in prepared.runs if (opening := text.opening(run.index))]
                 async for piece in pieces:
                     chunk = text.piece(piece)
                     if prepared.continuous_usage:
-                        chunk = text.with_usage(chunk, usage_of(prepared.runs))
+                        so_far = usage_of(prepared.runs)
+                        chunk = text.with_usage(chunk, so_far)
+                        openings = [text.with_usage(opening, so_far) for opening in openings]
+                    if openings:
+                        chunk = b"".join([*openings, chunk])
+                        openings = []
                     unfinished -= piece.finish_reason is not None
                     if not unfinished:
-                        last = opening + chunk  # nothing comes behind it but the end: one write less
+                        last = chunk  # nothing comes behind it but the end: one write less
                         continue
-                    await channel.write(opening + chunk if opening else chunk)
-                    opening = b""
+                    await channel.write(chunk)
             usage = text.usage(usage_of(prepared.runs)) if prepared.include_usage else b""
             await channel.end(last + usage + DONE)
         finally:

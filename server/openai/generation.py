@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal, NamedTuple, TypeVar, cast
 
-from engine.errors import DeadlineError, RequestFailedError
+from engine.errors import DeadlineError, RequestError, RequestFailedError, UnsupportedError
 from engine.protocol import CachedTokens, Engine, GenerateRequest, TokenLogprobs, TokenOutput
 from engine.text.machine import TextDelta, TextMachine
 from server.metrics import ServerMetrics
@@ -195,10 +195,17 @@ def cut(logprobs: TokenLogprobs | None, count: int) -> TokenLogprobs | None:
     return TokenLogprobs(logprobs.logprob, logprobs.top_ids[:count], logprobs.top_logprobs[:count], logprobs.rank)
 
 
-def _failure(output: TokenOutput) -> DeadlineError | RequestFailedError:
+REQUEST_FAULTS = {RequestError.code, UnsupportedError.code}
+"""Codes of an engine for what only shows while a request runs, and is its own doing."""
+
+
+def _failure(output: TokenOutput) -> DeadlineError | RequestError | RequestFailedError:
     if output.error_code == DeadlineError.code:
         return DeadlineError("The request's deadline passed before it finished.")
-    error = RequestFailedError(output.error or "The engine ended the request.")
+    message = output.error or "The engine ended the request."
+    if output.error_code in REQUEST_FAULTS:
+        return RequestError(message, code=output.error_code)
+    error = RequestFailedError(message)
     if output.error_code is not None:
         error.code = output.error_code
     return error

@@ -1,4 +1,4 @@
-"""The bodies of the generating routes in the OpenAPI document: those routes bypass the framework, so it cannot know."""
+"""The routes of the OpenAPI document that bypass the framework, so that it cannot know them, and their bodies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from server.admin import AbortBody
+from server.admin import ADMIN_ROUTES, AbortBody
 from server.openai.chat_body import ChatBody
 from server.openai.completion_body import CompletionBody
 from server.openai.tokenize_body import DetokenizeBody, TokenizeBody
@@ -25,7 +25,7 @@ REFERENCE = "#/components/schemas/{model}"
 
 
 def describe_bodies(app: FastAPI) -> None:
-    """Make `app.openapi()` include the generating routes."""
+    """Make `app.openapi()` include them."""
     plain = app.openapi
 
     def with_bodies() -> dict[str, Any]:
@@ -35,15 +35,20 @@ def describe_bodies(app: FastAPI) -> None:
             for path, body in BODIES.items():
                 described = body.model_json_schema(ref_template=REFERENCE)
                 shared.update(described.pop("$defs", {}))
-                schema["paths"][path] = {"post": _operation(described)}
+                schema["paths"][path] = {"post": _with_body(described)}
+            for path in ADMIN_ROUTES:
+                schema["paths"].setdefault(path, {"post": _operation()})
         return app.openapi_schema or {}
 
     app.openapi = with_bodies  # type: ignore[method-assign]
 
 
-def _operation(body: dict[str, Any]) -> dict[str, Any]:
+def _with_body(body: dict[str, Any]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}, **_operation()}
+
+
+def _operation() -> dict[str, Any]:
     return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {
             "200": {
                 "description": "JSON, or with `stream` server-sent events",

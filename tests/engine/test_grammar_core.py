@@ -189,18 +189,22 @@ def test_a_length_limit_cuts_a_grammar_and_its_last_token_wins_over_the_limit(wo
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "message", "code"),
     [
-        ({"grammar": Grammar("regex", "(")}, "unclosed"),
-        ({"grammar": Grammar("json_schema", '{"type": "x"}')}, "Invalid type"),
-        ({"grammar": Grammar("regex", "ab"), "resume_ids": [100]}, "does not match"),
-        ({"grammar": Grammar("regex", "[0-9]+"), "allowed_token_ids": (90,)}, "no token to choose"),
+        ({"grammar": Grammar("regex", "(")}, "unclosed", "invalid_value"),
+        ({"grammar": Grammar("json_schema", '{"type": "x"}')}, "Invalid type", "invalid_value"),
+        ({"grammar": Grammar("regex", "ab"), "resume_ids": [100]}, "does not match", "request_failed"),
+        ({"grammar": Grammar("regex", "[0-9]+"), "allowed_token_ids": (90,)}, "no token to choose", "invalid_value"),
+        ({"grammar": Grammar("grammar", 'start: ""'), "min_tokens": 2}, "no token to choose", "invalid_value"),
     ],
 )
-def test_a_bad_grammar_ends_its_own_request_and_no_other(world: World, fields: dict[str, object], message: str) -> None:
+def test_a_bad_grammar_ends_its_own_request_and_no_other(
+    world: World, fields: dict[str, object], message: str, code: str
+) -> None:
     outputs = world.run([request("bad", **fields), request("good", Grammar("choice", '["yes"]'))])  # type: ignore[arg-type]
     assert outputs["bad"][-1].finish_reason == "error"
     assert message in (outputs["bad"][-1].error or "")
+    assert outputs["bad"][-1].error_code == code
     assert world.text(outputs["good"]) == "yes"
 
 

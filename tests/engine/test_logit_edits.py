@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,6 +221,25 @@ def test_a_row_with_nothing_left_fails_alone_and_says_why() -> None:
     assert errors[1] is None
     assert errors[0] is not None
     assert "leave no token" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({}, "request_failed"),
+        ({"presence_penalty": 1, "repetition_penalty": 1.2, "logit_bias": {0: -100.0}}, "request_failed"),
+        ({"allowed_token_ids": (1,), "bad_words": ((1,),)}, "invalid_value"),
+    ],
+)
+def test_a_model_without_numbers_is_blamed_where_the_request_takes_no_token_away(
+    fields: dict[str, Any], code: str
+) -> None:
+    sampler = Sampler(1, 4, CPU)
+    sampler.set_slot(NewSlot(0, 1, SamplingParams(temperature=0, **fields)))
+    logits = torch.ones(1, 4) if code == "invalid_value" else torch.full((1, 4), torch.nan)
+    sampled = sampler.sample(logits, [0], [1])
+    assert sampled.failed.tolist() == [True]
+    assert sampled.error_code(0) == code
 
 
 def test_logprobs_are_those_of_the_logits_before_any_edit() -> None:

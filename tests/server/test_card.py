@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from engine.protocol import EngineInfo
+from engine.protocol import AssetRef, EngineInfo, TextAssets
 from server.card import card, print_card
 from tests.support.infos import engine_info
 
@@ -22,6 +22,7 @@ def info(**changes: object) -> EngineInfo:
         "max_model_len": 8192,
         "kv_capacity_tokens": 20480,
         "threads": 2,
+        "text": TextAssets(tokenizer=AssetRef("0", 0), chat_template=AssetRef("1", 0)),
     }
     return engine_info(**{**values, **changes})
 
@@ -47,6 +48,14 @@ def test_curl_line_survives_the_shell(name: str) -> None:
     body = json.loads(words[words.index("-d") + 1])
     assert body["model"] == name
     assert body["messages"][0]["role"] == "user"
+
+
+@pytest.mark.parametrize(("eos_ids", "prompt"), [((0,), "Once upon a time"), ((), [1, 2, 3])])
+def test_the_curl_line_asks_for_no_chat_where_there_is_no_template(eos_ids: tuple[int, ...], prompt: object) -> None:
+    text = card(engine_info(eos_ids=eos_ids), "http://h")
+    words = shlex.split(text[text.index("curl ") :].replace("\\\n", ""))
+    assert words[1] == "http://h/v1/completions"
+    assert json.loads(words[-1]) == {"model": "fake", "prompt": prompt}
 
 
 def test_card_goes_to_the_given_stream_whole() -> None:

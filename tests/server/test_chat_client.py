@@ -211,7 +211,10 @@ def test_url_is_taken_in_the_forms_people_paste(server: Server, form: str) -> No
     assert ChatClient(form.format(server.url.removeprefix("http://"))).models() == ["tiny"]
 
 
-@pytest.mark.parametrize("url", ["", "http://", "ftp://host", "http://host:port", "http://h:99999"])
+@pytest.mark.parametrize(
+    "url",
+    ["", "http://", "ftp://host", "http://host:port", "http://h:99999", "http://[::1", "http://a b", "http://a/b c"],
+)
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ChatError, match="not the URL"):
         ChatClient(url)

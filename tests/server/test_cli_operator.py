@@ -50,6 +50,11 @@ def test_weak_keys_and_bad_tenants_are_refused(
     assert captured.err.startswith("error: ")
 
 
+def test_a_bad_tenant_gets_no_key(capsys: Capture) -> None:
+    assert run(["keys", "new", "a b"]) == 2
+    assert capsys.readouterr().out == ""
+
+
 def show(capsys: Capture, *arguments: str) -> str:
     assert run(["config", "show", *arguments]) == 0
     return capsys.readouterr().out

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engine.protocol import SamplingParams
 from tests.support.api_server import ApiServer, chat_body, chunks, completion_body, serving
 from tests.support.fake_engine import FakeEngine
-from tests.support.tiny_text import EOS_ID, byte_ids
+from tests.support.tiny_text import EOS_ID, VOCAB_SIZE, byte_ids
 
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
@@ -62,6 +65,51 @@ async def test_an_echo_has_four_lists_of_one_length_that_begin_with_the_prompt(p
     assert choice["finish_reason"] == "length"
     assert streamed["text"] == choice["text"]
     assert streamed["logprobs"] == logprobs
+
+
+TEXTS = st.text(st.sampled_from("ab é漢🙂\n\u2028"), min_size=1, max_size=16)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    said=TEXTS,
+    prompt=TEXTS | st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=8),
+    cuts=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    stop=st.lists(TEXTS.map(lambda text: text[:3]), max_size=3),
+    fields=st.fixed_dictionaries(
+        {
+            "echo": st.booleans(),
+            "logprobs": st.none() | st.integers(0, 3),
+            "return_token_ids": st.booleans(),
+            "include_stop_str_in_output": st.booleans(),
+            "skip_special_tokens": st.booleans(),
+            "max_tokens": st.integers(0, 40),
+        }
+    ),
+)
+async def test_a_streamed_completion_tells_what_the_whole_one_tells(
+    shared: ApiServer, said: str, prompt: str | list[int], cuts: list[int], stop: list[str], fields: dict[str, Any]
+) -> None:
+    engine = shared.model.engine
+    assert isinstance(engine, FakeEngine)
+    engine.say(said)
+    engine.cuts = cuts
+    choice, streamed = await whole_and_streamed(shared, prompt=prompt, stop=stop, **fields)
+    entries = streamed.pop("logprobs")
+    if fields["logprobs"] is not None:
+        assert entries == choice["logprobs"]
+        if fields["return_token_ids"]:
+            echoed = len(choice["prompt_token_ids"]) if fields["echo"] else 0
+            assert len(entries["tokens"]) == echoed + len(choice["token_ids"])
+    if not fields["return_token_ids"]:
+        assert streamed.pop("token_ids") == []
+    assert streamed == {name: value for name, value in choice.items() if name not in ("index", "logprobs")}
+
+
+@pytest.fixture
+async def shared() -> AsyncIterator[ApiServer]:
+    async with serving(FakeEngine()) as server:
+        yield server
 
 
 async def test_an_echo_alone_samples_nothing() -> None:
@@ -180,6 +228,17 @@ async def test_usage_runs_along_when_it_is_asked_for() -> None:
     assert len({part["usage"]["prompt_tokens"] for part in parts}) == 1
     assert parts[-1]["choices"] == []
     assert not any("usage" in part for part in alone), "it goes with include_usage, as elsewhere"
+
+
+async def test_usage_runs_along_with_the_role_of_each_choice_too() -> None:
+    engine = FakeEngine()
+    engine.say("ab")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with serving(engine) as server:
+        body = chat_body(stream=True, stream_options=options, n=2)
+        parts: list[Any] = chunks(await server.events("/v1/chat/completions", body))
+    assert sum("role" in choice["delta"] for part in parts for choice in part["choices"]) == 2
+    assert [part["usage"] is None for part in parts] == [False] * len(parts)
 
 
 async def test_what_edits_logits_reaches_the_engine() -> None:

@@ -185,6 +185,21 @@ async def test_an_end_by_the_engine_is_told_as_an_error(reason: str) -> None:
     assert json.loads(events[-1]) == whole.json()
 
 
+@pytest.mark.parametrize("code", ["invalid_value", "unsupported_parameter"])
+async def test_a_fault_of_the_request_that_shows_late_is_not_told_as_the_servers(code: str) -> None:
+    engine = FakeEngine()
+    engine.say("Hello")
+    engine.terminal = TokenOutput("x", 0, 5, [], "error", error="no token is left", error_code=code)
+    async with serving(engine) as server:
+        whole = await server.chat()
+        events = await server.events(CHAT, chat_body(stream=True))
+    assert whole.status_code == 400
+    assert whole.json()["error"] == {
+        "message": "no token is left", "type": "invalid_request_error", "param": None, "code": code,
+    }  # fmt: skip
+    assert json.loads(events[-1]) == whole.json()
+
+
 async def test_an_exception_nobody_foresaw_is_an_internal_error_without_details() -> None:
     engine = FakeEngine()
 
