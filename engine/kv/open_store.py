@@ -14,14 +14,16 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv.store_port import StorePort
-from engine.protocol import EngineInfo
+from engine.protocol import EngineInfo, KVTierInfo
+from kvstore.disk.tier import DiskTier
 from kvstore.errors import TierUnusableError
 from kvstore.manager.client import EngineClient
 from kvstore.manager.config import StoreConfig, parse_store
 from kvstore.manager.parts import BlockParts
 from kvstore.manager.store import KVStore
 from kvstore.namespace import GroupShape, Namespace
-from kvstore.tier import Deadline
+from kvstore.remote.tier import RemoteTier
+from kvstore.tier import Deadline, Tier
 
 if TYPE_CHECKING:
     from engine.runner.kv_memory import KVMemory
@@ -98,6 +100,32 @@ class OpenStore:
         self.client.close()
         self.store.close(Deadline.after(CLOSE_S))
         self.memory.close()
+
+
+def tiers_of(opened: OpenStore) -> tuple[KVTierInfo, ...]:
+    """Return what the store's tiers are, as they were opened."""
+    return tuple(_tier_info(tier, encrypts=opened.store.encrypts) for tier in opened.store.tiers())
+
+
+def _tier_info(tier: Tier, *, encrypts: bool) -> KVTierInfo:
+    capacity = tier.stats().capacity_bytes
+    if isinstance(tier, DiskTier):
+        return KVTierInfo(
+            tier=tier.name,
+            capacity_bytes=capacity,
+            place=str(tier.place.root),
+            encrypted=encrypts,
+            is_direct=tier.direct,
+        )
+    if isinstance(tier, RemoteTier):
+        return KVTierInfo(
+            tier=tier.name,
+            capacity_bytes=capacity,
+            place=str(tier.address),
+            encrypted=encrypts,
+            answers=not tier.refusal,
+        )
+    return KVTierInfo(tier=tier.name, capacity_bytes=capacity)
 
 
 def open_store(config: EngineConfig, info: EngineInfo, memory: KVMemory, wake: Callable[[], None]) -> OpenStore | None:

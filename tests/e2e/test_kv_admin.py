@@ -1,0 +1,194 @@
+"""What an operator sees and steers of a KV store in a real server, with one engine, with replicas, and of a worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e.test_kv_store import BLOCK, PROMPT, ask, flags, stop
+from tests.support.headrace_server import HeadraceServer, headrace
+from tests.support.until import until
+
+FULL = len(PROMPT) // BLOCK
+
+
+async def post(server: HeadraceServer, path: str, body: object | None = None) -> httpx.Response:
+    async with await server.client() as client:
+        return await client.post(path, json={} if body is None else body)
+
+
+async def told(server: HeadraceServer, path: str, body: object | None = None) -> list[dict[str, Any]]:
+    """Return what each worker says, the order of which is not told."""
+    answer = await post(server, path, body)
+    assert answer.status_code == 200, answer.text
+    workers: list[dict[str, Any]] = answer.json()["workers"]
+    return workers
+
+
+async def stats(server: HeadraceServer) -> list[dict[str, Any]]:
+    async with await server.client() as client:
+        answer = await client.get("/kv/stats")
+    assert answer.status_code == 200, answer.text
+    workers: list[dict[str, Any]] = answer.json()["workers"]
+    return workers
+
+
+async def held(server: HeadraceServer, prompt: str = PROMPT) -> dict[str, int]:
+    (one,) = await told(server, "/kv/lookup", {"prompt": prompt})
+    assert (one["block_size"], one["blocks"]) == (BLOCK, len(prompt) // BLOCK)
+    return {"device": one["device"], **one["tiers"]}
+
+
+async def test_an_operator_sees_and_steers_the_store_of_one_engine(tiny_model: Path, tmp_path: Path) -> None:
+    with headrace(tmp_path, tiny_model, **flags(tmp_path)) as server:
+        await server.wait_ready()
+        assert await held(server) == {"device": 0, "ram": 0, "disk": 0}
+        text, _ = await ask(server)
+        (flushed,) = await told(server, "/kv/flush", {"timeout_s": 15})
+        assert flushed["in_time"] is True
+        everywhere = {"device": FULL, "ram": FULL, "disk": FULL}
+        assert await held(server) == everywhere
+
+        # Of memory alone, and back from the disk.
+        (dropped,) = await told(server, "/kv/drop", {"prompt": PROMPT, "tier": "ram"})
+        assert dropped["tiers"] == ["ram"]
+        assert await held(server) == {**everywhere, "ram": 0}
+        (fetched,) = await told(server, "/kv/prefetch", {"prompt": PROMPT, "timeout_s": 15})
+        assert fetched["ram_blocks"] == fetched["blocks"] == FULL
+        assert fetched["fetched"] == fetched["objects"] >= FULL
+        assert await held(server) == everywhere
+
+        for path in ("/kv/reset_prefix_cache", "/reset_prefix_cache", "/admin/reset_prefix_cache"):
+            await ask(server)
+            assert (await held(server))["device"] > 0
+            assert (await post(server, path)).json()["status"] == "ok"
+            assert (await held(server))["device"] == 0
+        assert await ask(server) == (text, {"ram": FULL * BLOCK})
+
+        (kept,) = await told(server, "/kv/pin", {"prompt": PROMPT, "seconds": 600})
+        assert kept["objects"]["ram"] >= FULL
+        (one,) = await stats(server)
+        by_tier = {tier["tier"]: tier for tier in one["stats"]["tiers"]}
+        assert by_tier["ram"]["pinned_bytes"] > 0
+        assert by_tier["ram"]["capacity_bytes"] == 16 << 20
+        assert by_tier["disk"]["loads"]["ok"] >= FULL
+        assert sum(by_tier["disk"]["load_durations"]) == by_tier["disk"]["loads"]["ok"]
+        assert one["stats"]["hits"]["ram"] >= FULL
+        assert one["stats"]["misses"]["disk"] >= FULL
+        (use,) = one["owners"]["ram"]
+        assert use["used_bytes"] == by_tier["ram"]["used_bytes"]
+        assert (use["quota_bytes"], use["tenant"]) == (None, "(everyone)")
+        (kept,) = await told(server, "/kv/unpin", {"prompt": PROMPT})
+        assert kept["objects"] == {"ram": 0, "disk": 0}
+        await told(server, "/kv/quota", {"quota_bytes": 12345})
+        assert (await stats(server))[0]["owners"]["ram"][0]["quota_bytes"] == 12345
+        await told(server, "/kv/quota", {"quota_bytes": None})
+        assert (await stats(server))[0]["owners"]["ram"][0]["quota_bytes"] is None
+
+        # Other weights: nothing of before is found, on the device or below it.
+        (weights,) = await told(server, "/kv/weights_updated", {"epoch": "two"})
+        assert weights["epoch"] == "two"
+        assert await held(server) == {"device": 0, "ram": 0, "disk": 0}
+        assert await ask(server) == (text, {"device": 0})
+        await told(server, "/kv/flush", {"timeout_s": 15})
+        assert (await held(server))["ram"] == FULL
+        assert (await stats(server))[0]["weights_epoch"] == "two"
+
+        await told(server, "/kv/drop", {"everything": True})
+        assert await held(server) == {"device": FULL, "ram": 0, "disk": 0}
+        await refuses_what_cannot_be(server)
+        await stop(server)
+
+
+async def refuses_what_cannot_be(server: HeadraceServer) -> None:
+    """Each body with the parameter that its error names."""
+    prompt = {"prompt": "a"}
+    table: list[tuple[str, object, str | None]] = [
+        ("lookup", {}, "prompt"),
+        ("lookup", [], None),
+        ("lookup", {"prompt": 5}, "prompt"),
+        ("lookup", {"prompt": "a", "token_ids": [1]}, "prompt"),
+        ("lookup", {"token_ids": [-1]}, "token_ids[0]"),
+        ("lookup", {"token_ids": [2**32]}, "token_ids[0]"),
+        ("lookup", {"token_ids": ["a"]}, "token_ids[0]"),
+        ("lookup", {**prompt, "tenant": "nobody"}, "tenant"),
+        ("lookup", {**prompt, "scope": "00"}, "scope"),
+        ("lookup", {**prompt, "scope": "0" * 64, "cache_salt": "a"}, "scope"),
+        ("lookup", {**prompt, "more": 1}, "more"),
+        ("lookup", {**prompt, "model": "other"}, "model"),
+        ("prefetch", {**prompt, "timeout_s": 60}, "timeout_s"),
+        ("prefetch", {**prompt, "timeout_s": -1}, "timeout_s"),
+        ("pin", prompt, "seconds"),
+        ("pin", {**prompt, "seconds": 0}, "seconds"),
+        ("pin", {**prompt, "seconds": 1e9}, "seconds"),
+        ("pin", {**prompt, "seconds": 1, "tier": "floppy"}, "tier"),
+        ("pin", {**prompt, "seconds": 1, "tier": "remote"}, "tier"),
+        ("drop", {}, "everything"),
+        ("drop", {"everything": True, "prompt": "a"}, "everything"),
+        ("drop", {"owner": "xyz"}, "owner"),
+        ("drop", {"owner": "0" * 32, "prompt": "a"}, "owner"),
+        ("drop", {"cache_salt": "a"}, "cache_salt"),
+        ("drop", {"tenant": "nobody"}, "tenant"),
+        ("quota", {"quota_bytes": -1}, "quota_bytes"),
+        ("quota", {"quota_bytes": "1GiB"}, "quota_bytes"),
+        ("quota", {"tenant": "nobody", "quota_bytes": 1}, "tenant"),
+        ("flush", {"timeout_s": 1000}, "timeout_s"),
+        ("weights_updated", {"epoch": ""}, "epoch"),
+        ("weights_updated", {"epoch": "x" * 200}, "epoch"),
+        ("flush?worker=other", {}, "worker"),
+    ]
+    async with await server.client() as client:
+        for path, body, param in table:
+            answer = await client.post(f"/kv/{path}", json=body)
+            expected = 404 if param == "model" else 400
+            assert (answer.status_code, answer.json()["error"]["param"]) == (expected, param), (path, body, answer.text)
+        assert (await client.get("/kv/lookup")).status_code == 405
+        assert (await client.post("/kv/stats")).status_code == 405
+        assert (await client.post("/kv/nothing")).status_code == 404
+        assert (await client.get("/kv/stats", headers={"x-forwarded-for": "127.0.0.1"})).status_code == 403
+
+
+async def test_a_server_without_a_store_says_so_and_still_forgets_its_prefixes(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with headrace(tmp_path, tiny_model, threads=1, block_size=BLOCK) as server:
+        await server.wait_ready()
+        for path, body in [("lookup", {"prompt": "a"}), ("flush", {}), ("drop", {"everything": True})]:
+            answer = await post(server, f"/kv/{path}", body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "kv_store_off"), answer.text
+        await ask(server)
+        assert (await ask(server))[1]["device"] > 0
+        (one,) = await told(server, "/kv/weights_updated")
+        assert one["epoch"] == ""
+        assert (await ask(server))[1] == {"device": 0}
+        await stop(server)
+
+
+async def test_orders_reach_all_replicas_or_the_one_that_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    alone = {**flags(tmp_path), "kv_store": ["ram=16MiB"]}
+    with headrace(tmp_path, tiny_model, **alone, replicas=2) as server:
+        await server.wait_ready()
+        await until(lambda: _has_workers(server, 2), "both replicas are there")
+        await ask(server)
+        both = await told(server, "/kv/flush", {"timeout_s": 15})
+        names = [one["worker"] for one in both]
+        assert len(set(names)) == 2
+        found = await told(server, "/kv/lookup", {"prompt": PROMPT})
+        assert sorted(one["tiers"]["ram"] for one in found) == [0, FULL]
+        has = next(one["worker"] for one in found if one["tiers"]["ram"])
+        (one,) = await told(server, f"/kv/drop?worker={has}", {"everything": True})
+        assert one["worker"] == has
+        found = await told(server, "/kv/lookup", {"prompt": PROMPT})
+        assert [one["tiers"]["ram"] for one in found] == [0, 0]
+        epochs = {one["epoch"] for one in await told(server, "/kv/weights_updated")}
+        assert len(epochs) == 1, "replicas with the same weights share what they store"
+        assert epochs != {""}
+        await stop(server)
+
+
+async def _has_workers(server: HeadraceServer, count: int) -> bool:
+    async with await server.client() as client:
+        answer = await client.get("/kv/stats")
+    return answer.status_code == 200 and len(answer.json()["workers"]) == count
