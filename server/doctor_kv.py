@@ -1,5 +1,5 @@
 """Checks of the KV store's tiers for `headrace doctor`: each is looked at as a server would open it. Directories that
-are not there are left so."""
+are not there are not made."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvstore.errors import TierUnusableError
 from kvstore.manager.config import DirectorySpec, StoreConfig, parse_store
 from server.doctor_check import Check
 
@@ -80,7 +81,6 @@ def _takes_direct(directory: Path) -> bool:
 
 
 def _server(url: str, encrypted: str) -> Check:
-    from kvstore.errors import TierUnusableError
     from kvstore.remote.tier import RemoteTier
     from kvstore.tier import Deadline
 
@@ -104,6 +104,6 @@ def _encryption(secret_file: Path) -> Check:
 
     try:
         read_secret(secret_file)
-    except (OSError, ValueError, RuntimeError) as error:
+    except TierUnusableError as error:
         return Check("kv secret", "bad", str(error))
     return Check("kv secret", "good", str(secret_file))

@@ -87,6 +87,18 @@ async def test_an_operator_sees_and_steers_the_store_of_one_engine(tiny_model: P
         await told(server, "/kv/quota", {"quota_bytes": None})
         assert (await stats(server))[0]["owners"]["ram"][0]["quota_bytes"] is None
 
+        samples = await server.metrics()
+        label = "{" + f'model="{server.model}",target="engine0/0",tier="%s"' + "%s}"
+        assert samples["headrace_kv_tier_capacity_bytes" + label % ("ram", "")] == 16 << 20
+        assert samples["headrace_kv_tier_used_bytes" + label % ("disk", "")] > 0
+        assert samples["headrace_kv_loads_total" + label % ("disk", ',outcome="ok"')] >= FULL
+        assert samples["headrace_kv_load_seconds_count" + label % ("disk", "")] >= FULL
+        assert samples["headrace_kv_lookup_blocks_total" + label % ("ram", ',result="hit"')] >= FULL
+        assert samples["headrace_kv_behind_ended_total" + label % ("disk", ',reason="ok"')] >= FULL
+        assert samples["headrace_kv_breaker_open" + label % ("disk", ',direction="load"')] == 0
+        for line in ("KV store", "ram: 16 MiB", f"disk: 64 MiB, at {tmp_path / 'kv'}", "the page cache"):
+            assert line in server.text
+
         # Other weights: nothing of before is found, on the device or below it.
         (weights,) = await told(server, "/kv/weights_updated", {"epoch": "two"})
         assert weights["epoch"] == "two"
