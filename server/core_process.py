@@ -261,6 +261,8 @@ def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
     desk = None
     if store is not None:
         info = msgspec.structs.replace(info, kv_tiers=tiers_of(store))
+        if store.tier_blocks is not None:
+            log.follow(store.tier_blocks)
         desk = StoreDesk(store, core.cached_blocks, waker.wake)
 
     def close() -> None:

@@ -14,6 +14,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv.store_port import StorePort
+from engine.kv.tier_blocks import TierBlocks
 from engine.protocol import EngineInfo, KVTierInfo
 from kvstore.disk.tier import DiskTier
 from kvstore.errors import TierUnusableError
@@ -80,20 +81,26 @@ def namespace_of(info: EngineInfo, weights_epoch: str = "") -> Namespace:
 
 @dataclass
 class OpenStore:
-    """A store with one engine. Closed after the engine's last step, and before its memory is given up."""
+    """A store with one engine. `tier_blocks` tells what the tiers hold, None for models with sliding windows: a block
+    alone does not tell whether their windows are there too. Closed after the engine's last step, and before its memory
+    is given up."""
 
     store: KVStore
     client: EngineClient
     port: StorePort
     memory: KVMemory
     info: EngineInfo
+    tier_blocks: TierBlocks | None = None
     weights_epoch: str = ""
 
     def new_weights(self, epoch: str | None = None) -> str:
         """The weights were changed: nothing of before is found from now on, or stored. Return the epoch, which is a
         random one unless the caller names it: engines that are given the same weights share KV under the same name."""
         self.weights_epoch = secrets.token_hex(16) if epoch is None else epoch
-        self.client.use_namespace(BlockParts(namespace_of(self.info, self.weights_epoch)))
+        parts = BlockParts(namespace_of(self.info, self.weights_epoch))
+        self.client.use_namespace(parts)
+        if self.tier_blocks is not None:
+            self.tier_blocks.use_namespace(parts)
         return self.weights_epoch
 
     def close(self) -> None:
@@ -133,11 +140,15 @@ def open_store(config: EngineConfig, info: EngineInfo, memory: KVMemory, wake: C
     wanted = store_config(config)
     if wanted is None:
         return None
+    slides = any(spec.window_tokens is not None for spec in info.kv_groups)
+    blocks = None if slides else TierBlocks(BlockParts(namespace_of(info)))
     try:
-        store = KVStore(msgspec.structs.replace(wanted, check_processes=_check_processes(info.device)))
+        store = KVStore(
+            msgspec.structs.replace(wanted, check_processes=_check_processes(info.device)),
+            on_event=None if blocks is None else blocks.hear,
+        )
     except TierUnusableError as error:
         raise ConfigError(f"kv_store: {error}") from None
     memory.pin(store.ram.arena.view(0, store.ram.arena.capacity_bytes))
     client = store.attach(namespace_of(info), memory, wake)
-    slides = any(spec.window_tokens is not None for spec in info.kv_groups)
-    return OpenStore(store, client, StorePort(client, info.block_size, slides=slides), memory, info)
+    return OpenStore(store, client, StorePort(client, info.block_size, slides=slides), memory, info, blocks)

@@ -137,6 +137,7 @@ class ModelPool:
         link.engine.on_load = None
         self.pool.remove(target_id)
         self.hits.forget(target_id)
+        self.feed.index.share(target_id, None)
         await self.feed.close_target(target_id)
 
     async def renew(self, target_id: str) -> None:
@@ -157,6 +158,8 @@ class ModelPool:
         if self.pool.block_size is None:
             self.pool.block_size = link.info.block_size
         place, name = link.events, link.target_id
+        remote = [tier.place for tier in link.info.kv_tiers if tier.tier == "remote"]
+        self.feed.index.share(name, remote[0] if remote else None)
         if place is not None and not self.feed.follows(name):
             self.feed.open_target(
                 name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,77 @@ async def _has_workers(server: HeadraceServer, count: int) -> bool:
     async with await server.client() as client:
         answer = await client.get("/kv/stats")
     return answer.status_code == 200 and len(answer.json()["workers"]) == count
+
+
+async def sent(server: HeadraceServer, prompt: str = PROMPT) -> tuple[dict[str, Any], dict[str, int]]:
+    """Ask once; return why it went where it went, and the cached tokens by tier."""
+    body = {"model": server.model, "prompt": prompt, "max_tokens": 2, "temperature": 0}
+    async with await server.client() as client:
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        why = await client.get("/router/explain", params={"request_id": answer.json()["id"]})
+    details = answer.json()["usage"]["prompt_tokens_details"]
+    (decision,) = why.json()["decisions"]
+    return decision, details.get("cached_tokens_by_tier", {"device": details["cached_tokens"]})
+
+
+def options(decision: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {one["candidate"]["target_id"]: one for one in decision["options"]}
+
+
+async def test_a_prompt_that_left_the_device_still_goes_to_whose_memory_has_it(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    alone = {**flags(tmp_path), "kv_store": ["ram=16MiB"]}
+    with headrace(tmp_path, tiny_model, **alone, replicas=2) as server:
+        await server.wait_ready()
+        await until(lambda: _has_workers(server, 2), "both replicas are there")
+        first, _ = await sent(server)
+        home = first["target_id"]
+        await told(server, "/kv/flush", {"timeout_s": 15})
+
+        async def is_in_memory_alone() -> bool:
+            """A prompt that is asked again is on the device afterwards: it is emptied before each look."""
+            await post(server, "/kv/reset_prefix_cache")
+            decision, cached = await sent(server)
+            hit = options(decision)[home]["candidate"]["hit"]
+            if decision["target_id"] != home or hit["ram"] != FULL * BLOCK:
+                return False
+            assert cached == {"ram": FULL * BLOCK}
+            reasons = options(decision)[home]["score"]["reasons"]
+            assert reasons["fetch_s"] > 0
+            other = next(one for name, one in options(decision).items() if name != home)
+            assert other["score"]["reasons"]["miss_s"] > reasons["miss_s"]
+            return True
+
+        await until(is_in_memory_alone, "the router has heard of the memory tier")
+        await stop(server)
+
+
+async def test_what_all_can_fetch_goes_to_who_has_less_to_do(tiny_model: Path, tmp_path: Path) -> None:
+    shared = {**flags(tmp_path), "kv_store": ["ram=16MiB", f"shared={tmp_path / 'kv'},64MiB,min-free=1MiB"]}
+    with headrace(tmp_path, tiny_model, **shared, replicas=2) as server:
+        await server.wait_ready()
+        await until(lambda: _has_workers(server, 2), "both replicas are there")
+        await sent(server)
+        await told(server, "/kv/flush", {"timeout_s": 15})
+        body = {"model": server.model, "prompt": "b", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+        async def goes_to_the_other() -> bool:
+            await told(server, "/kv/drop", {"everything": True, "tier": "ram"})
+            await post(server, "/kv/reset_prefix_cache")
+            async with await server.client() as client, client.stream("POST", "/v1/completions", json=body) as busy:
+                events = busy.aiter_lines()
+                started = json.loads((await anext(events)).removeprefix("data: "))
+                why = await client.get("/router/explain", params={"request_id": started["id"]})
+                loaded = why.json()["decisions"][0]["target_id"]
+                decision, cached = await sent(server)
+            hits = {name: one["candidate"]["hit"] for name, one in options(decision).items()}
+            if any(hit["remote"] != FULL * BLOCK for hit in hits.values()):
+                return False
+            assert decision["target_id"] != loaded
+            assert cached == {"remote": FULL * BLOCK}
+            return True
+
+        await until(goes_to_the_other, "the router has heard of the shared tier")
+        await stop(server)

@@ -42,7 +42,7 @@ def test_card_tells_the_tiers_of_the_store_without_passwords() -> None:
     )
     text = card(info(kv_tiers=tiers), "http://h")
     for told in (
-        "KV store  ram: 4.0 GiB\n",
+        "KV store   ram: 4.0 GiB\n",
         "disk: 50.0 GiB, at /kv, encrypted, through the page cache (no O_DIRECT)",
         "remote: capacity not known, at redis://cache:6379/0, IT DOES NOT ANSWER",
     ):
