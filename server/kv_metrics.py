@@ -58,14 +58,14 @@ def _of_tiers(names: list[str], tiers: Sequence[tuple[list[str], TierStats]]) ->
         "headrace_kv_corrupt_objects", "Objects that were not what they should be.", labels=[*names, "fault"]
     )
     breaker = GaugeMetricFamily(
-        "headrace_kv_breaker_open", "0 closed, 0.5 probing, 1 open.", labels=[*names, "direction"]
+        "headrace_kv_breaker_state", "0 closed, 1 probing, 2 open.", labels=[*names, "direction"]
     )
     for labels, tier in tiers:
         for family, counts in ((loads, tier.loads), (saves, tier.saves), (corrupt, tier.corrupt)):
             for what, count in counts.items():
                 family.add_metric([*labels, what], count)
         for direction, state in (("load", tier.load_breaker), ("save", tier.save_breaker)):
-            breaker.add_metric([*labels, direction], _BREAKER_STATES.index(state) / 2)
+            breaker.add_metric([*labels, direction], _BREAKER_STATES.index(state))
     yield from (loads, saves, corrupt, breaker)
 
 

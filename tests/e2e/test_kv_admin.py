@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from engine.protocol import GenerateRequest, SamplingParams
 from tests.e2e.test_kv_store import BLOCK, PROMPT, ask, flags, stop
 from tests.support.headrace_server import HeadraceServer, headrace
 from tests.support.until import until
+from tests.support.wire_requests import collect
+from tests.support.worker_process import connections, worker_command
 
 FULL = len(PROMPT) // BLOCK
 
@@ -96,7 +100,7 @@ async def test_an_operator_sees_and_steers_the_store_of_one_engine(tiny_model: P
         assert samples["headrace_kv_load_seconds_count" + label % ("disk", "")] >= FULL
         assert samples["headrace_kv_lookup_blocks_total" + label % ("ram", ',result="hit"')] >= FULL
         assert samples["headrace_kv_behind_ended_total" + label % ("disk", ',reason="ok"')] >= FULL
-        assert samples["headrace_kv_breaker_open" + label % ("disk", ',direction="load"')] == 0
+        assert samples["headrace_kv_breaker_state" + label % ("disk", ',direction="load"')] == 0
         for line in ("KV store", "ram: 16 MiB", f"disk: 64 MiB, at {tmp_path / 'kv'}", "the page cache"):
             assert line in server.text
 
@@ -279,3 +283,101 @@ async def test_what_all_can_fetch_goes_to_who_has_less_to_do(tiny_model: Path, t
 
         await until(goes_to_the_other, "the router has heard of the shared tier")
         await stop(server)
+
+
+async def test_tenants_have_their_own_kv_and_quota(tiny_model: Path, tmp_path: Path) -> None:
+    one, other, admin = "hr-tenant-0123456789abcdef", "hr-other-0123456789abcdef", "hr-admin-0123456789abcdef"
+    (tmp_path / "keys").write_text(f"{one}: one\n{other}: other\n")
+    (tmp_path / "admin").write_text(admin)
+    for name in ("keys", "admin"):
+        (tmp_path / name).chmod(0o600)
+    secured = {**flags(tmp_path), "api_keys_file": tmp_path / "keys", "admin_key_file": tmp_path / "admin"}
+    with headrace(tmp_path, tiny_model, **secured) as server:
+        await server.wait_ready()
+        async with await server.client() as client:
+
+            async def order(path: str, body: object, key: str = admin) -> httpx.Response:
+                return await client.post(f"/kv/{path}", json=body, headers={"authorization": f"Bearer {key}"})
+
+            async def in_ram(tenant: str, salt: str | None = None) -> int:
+                answer = await order("lookup", {"prompt": PROMPT, "tenant": tenant, "cache_salt": salt})
+                assert answer.status_code == 200, answer.text
+                return int(answer.json()["workers"][0]["tiers"]["ram"])
+
+            for key, salt in [(one, None), (one, "s"), (other, None)]:
+                body = {"model": server.model, "prompt": PROMPT, "max_tokens": 1, "cache_salt": salt}
+                answer = await client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+                assert answer.status_code == 200, answer.text
+            assert (await order("flush", {"timeout_s": 15})).json()["workers"][0]["in_time"] is True
+            assert [await in_ram("one"), await in_ram("one", "s"), await in_ram("other")] == [FULL, FULL, FULL]
+            assert await in_ram("one", "t") == 0
+
+            assert (await order("quota", {"tenant": "one", "quota_bytes": 1 << 20})).status_code == 200
+            stats = await client.get("/kv/stats", headers={"authorization": f"Bearer {admin}"})
+            owners = {use["tenant"]: use for use in stats.json()["workers"][0]["owners"]["ram"]}
+            assert {name: use["quota_bytes"] for name, use in owners.items()} == {"one": 1 << 20, "other": None}
+            assert owners["one"]["used_bytes"] == 2 * owners["other"]["used_bytes"] > 0
+
+            assert (await order("drop", {"tenant": "one"})).status_code == 200
+            assert [await in_ram("one"), await in_ram("one", "s"), await in_ram("other")] == [0, 0, FULL]
+            assert (await order("drop", {"owner": owners["other"]["owner"]})).status_code == 200
+            assert await in_ram("other") == 0
+
+            for path, wrong, param, code in [
+                ("lookup", {"prompt": "a"}, "tenant", "missing_required_parameter"),
+                ("lookup", {"prompt": "a", "tenant": "nobody"}, "tenant", "unknown_tenant"),
+                ("quota", {"quota_bytes": 1}, "tenant", "missing_required_parameter"),
+                ("quota", {"tenant": "nobody", "quota_bytes": 1}, "tenant", "unknown_tenant"),
+                ("drop", {"tenant": "nobody"}, "tenant", "unknown_tenant"),
+            ]:
+                error = (await order(path, wrong)).json()["error"]
+                assert (error["param"], error["code"]) == (param, code), (path, wrong)
+            assert (await order("flush", {}, one)).status_code == 403
+            assert (await order("flush", {}, "hr-wrong-0123456789abcdef")).status_code == 401
+            assert (await client.post("/reset_prefix_cache")).status_code == 401
+        await stop(server)
+
+
+async def test_a_workers_own_port_takes_the_orders_for_its_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    places = {"listen": "tcp://127.0.0.1:0", "http_port": 0, "dp": 2}
+    settings = {"kv_store": "ram=16MiB", "block_size": BLOCK, "threads": 1, "kv_cache_memory": "8MiB"}
+    prompt = list(range(10, 10 + 5 * BLOCK))
+    with worker_command(tmp_path, str(tiny_model), **places, **settings) as worker:
+        record = await worker.ready_ranks(2)
+        targets = [f"{record.worker_id}/{number}" for number in (0, 1)]
+        with connections(record) as engines:
+            await asyncio.gather(*(engine.wait_ready() for engine in engines))
+            wanted = GenerateRequest(request_id="r", prompt_ids=prompt, sampling=SamplingParams(max_tokens=1))
+            await collect(engines[0], wanted)
+        async with httpx.AsyncClient(base_url=await worker.url(), timeout=60, trust_env=False) as client:
+
+            async def order(path: str, body: object) -> list[dict[str, Any]]:
+                answer = await client.post(path, json=body)
+                assert answer.status_code == 200, answer.text
+                workers: list[dict[str, Any]] = answer.json()["workers"]
+                return workers
+
+            await order("/kv/flush", {"timeout_s": 15})
+            held = {one["worker"]: one for one in await order("/kv/lookup", {"token_ids": prompt})}
+            assert {name: held[name]["tiers"] for name in targets} == {targets[0]: {"ram": 5}, targets[1]: {"ram": 0}}
+            assert [held[name]["device"] for name in targets] == [5, 0]
+            (one,) = await order(f"/kv/lookup?worker={targets[1]}", {"token_ids": prompt, "scope": "0" * 64})
+            assert one["tiers"] == {"ram": 0}
+            assert len((await client.get("/kv/stats")).json()["workers"]) == 2
+            assert len(await order("/reset_prefix_cache", {})) == 2
+            assert [one["device"] for one in await order("/kv/lookup", {"token_ids": prompt})] == [0, 0]
+            samples = (await client.get("/metrics")).text
+            assert 'headrace_kv_tier_capacity_bytes{dp_rank="1",tier="ram"} 1.6777216e+07' in samples
+            for body, param in [
+                ({"prompt": "a"}, "prompt"),
+                ({"token_ids": [1], "tenant": "a"}, "tenant"),
+                ({"token_ids": [1], "cache_salt": "a"}, "cache_salt"),
+                ({"token_ids": [-1]}, "token_ids[0]"),
+                ([], None),
+            ]:
+                answer = await client.post("/kv/lookup", json=body)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+            assert (await client.post("/kv/lookup", content=b"{")).json()["error"]["code"] == "invalid_json"
+            assert (await client.get("/kv/lookup")).status_code == 405
+        worker.terminate()
+        assert await worker.exit_code() == 0
