@@ -148,6 +148,8 @@ class StoreDesk:
                     store.delete(client, scope, keys, tier)
                 else:
                     store.drop(owner=owner, only=tier)
+                    if owner is not None and self._opened.tier_blocks is not None:
+                        self._opened.tier_blocks.drop(owner, tier)
                 return self._done(tier)
             case SetQuota(owner=owner, limit_bytes=limit, tier=tier):
                 store.set_quota(owner, limit, tier)

@@ -26,8 +26,8 @@ class TierBlocks:
         self._lock = threading.Lock()
         self._max_blocks = max_blocks
         self._enabled = False
-        # By tier and block, a bit for each of its objects that is there.
-        self._objects: dict[TierName, dict[bytes, int]] = {}
+        # By tier and block, a bit for each of its objects that is there, and whose it is.
+        self._objects: dict[TierName, dict[bytes, tuple[int, bytes]]] = {}
         self._changes: dict[TierName, dict[bytes, bool]] = {}
         self._use(parts)
 
@@ -36,9 +36,19 @@ class TierBlocks:
         with self._lock:
             self._enabled = True
             for tier, blocks in self._objects.items():
-                for block, bits in blocks.items():
+                for block, (bits, _) in blocks.items():
                     if bits == self._whole:
                         self._note(tier, block, True)
+
+    def drop(self, owner: bytes, only: TierName | None = None) -> None:
+        """What an owner has is gone, in all tiers or in one. Tiers tell of each object, but for a server, which is not
+        asked what it had."""
+        with self._lock:
+            for tier, blocks in self._objects.items():
+                if only in (None, tier):
+                    for block in [block for block, (_, whose) in blocks.items() if whose == owner]:
+                        if blocks.pop(block)[0] == self._whole:
+                            self._note(tier, block, False)
 
     def use_namespace(self, parts: BlockParts) -> None:
         """Blocks of before are of no use any more."""
@@ -58,17 +68,17 @@ class TierBlocks:
             if bit is None or key.namespace != self._digest or len(key.block) != KEY_BYTES:
                 return
             blocks = self._objects.setdefault(tier, {})
-            before = blocks.get(key.block, 0)
+            before = blocks[key.block][0] if key.block in blocks else 0
             after = before | bit if event.kind == "stored" else before & ~bit
             if after:
-                blocks[key.block] = after
+                blocks[key.block] = (after, key.owner)
             else:
                 blocks.pop(key.block, None)
             if (before == self._whole) != (after == self._whole):
                 self._note(tier, key.block, after == self._whole)
             if len(blocks) > self._max_blocks:
                 first = next(iter(blocks))
-                if blocks.pop(first) == self._whole:
+                if blocks.pop(first)[0] == self._whole:
                     self._note(tier, first, False)
 
     def take(self) -> Changes:
@@ -84,7 +94,7 @@ class TierBlocks:
         self._whole = (1 << len(layouts)) - 1
 
     def _clear(self, tier: TierName) -> None:
-        for block, bits in self._objects.pop(tier, {}).items():
+        for block, (bits, _) in self._objects.pop(tier, {}).items():
             if bits == self._whole:
                 self._note(tier, block, False)
 

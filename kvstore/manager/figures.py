@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvstore.tier import TierName, TierStats
@@ -28,10 +30,11 @@ class OwnerUse(msgspec.Struct, frozen=True):
 
 
 class FetchTotal(msgspec.Struct, frozen=True):
-    """Cumulative: tokens whose blocks were loaded to the device, and the time that those loads took."""
+    """Cumulative: tokens whose blocks were loaded to the device, and the time that those loads took. Routers compute
+    with them: they are checked where they are decoded."""
 
-    tokens: int
-    seconds: float
+    tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -68,6 +68,21 @@ def test_what_was_there_before_is_told_and_what_other_weights_computed_is_not() 
     assert blocks.take() == {"ram": {TWO: True}}
 
 
+def test_a_tenant_that_is_dropped_has_nothing_in_a_tier_that_does_not_tell() -> None:
+    parts, other = parts_of(), b"o" * 16
+    blocks = TierBlocks(parts)
+    blocks.enable()
+    for tier in ("ram", "remote"):
+        hear(blocks, parts, ONE, tier=tier)
+        for key in parts.keys(other, [TWO], parts.full):
+            blocks.hear(tier, TierEvent("stored", key))  # type: ignore[arg-type]
+    blocks.take()
+    blocks.drop(other, "remote")
+    assert blocks.take() == {"remote": {TWO: False}}
+    blocks.drop(OWNER)
+    assert blocks.take() == {"ram": {ONE: False}, "remote": {ONE: False}}
+
+
 def test_no_more_is_remembered_than_is_allowed() -> None:
     parts = parts_of()
     blocks = TierBlocks(parts, max_blocks=2)
