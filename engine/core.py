@@ -184,6 +184,10 @@ class EngineCore:
         """Forget all cached prefixes, e.g. because the weights changed."""
         self.scheduler.reset_prefix_cache()
 
+    def cached_blocks(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a chain can be served from the device."""
+        return self.kv.match(keys, len(keys) * self.info.block_size + 1).num_blocks
+
     # ---- the loop
 
     def step(self) -> list[TokenOutput]:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 
 from kvstore.keys import PUBLIC_SCOPE
+from kvstore.manager.figures import StoreStats
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Numerics = Literal["default", "invariant"]
@@ -220,6 +221,18 @@ class TextAssets(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: dict[str, str] = {}
 
 
+class KVTierInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A tier of the engine's KV store as it was opened. `place` is a directory or a server, without passwords.
+    `is_direct` tells of a directory whether the page cache is passed by, `answers` of a server whether it does."""
+
+    tier: KVTier
+    capacity_bytes: int = 0
+    place: str = ""
+    encrypted: bool = False
+    is_direct: bool | None = None
+    answers: bool | None = None
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is. Who may continue whose requests, router/registry/compat.py tells from it.
 
@@ -228,7 +241,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype, mode and `arithmetic`, which is a digest of the code that computes, its libraries and its processor: tokens
     may differ between engines that differ in it. `generation_defaults` are the model's own sampling defaults by
     SamplingParams field name. `max_step_tokens` is the token budget of a step. `pid` is of the engine's process, 0
-    where that means nothing. `kv_dtype` is empty where KV has the `dtype`.
+    where that means nothing. `kv_dtype` is empty where KV has the `dtype`. `kv_tiers` are those of its KV store.
     """
 
     model: str
@@ -255,6 +268,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: Size = 1024
     arithmetic: str = ""
     kv_dtype: str = ""
+    kv_tiers: tuple[KVTierInfo, ...] = ()
 
     @property
     def numerics_fingerprint(self) -> str:
@@ -268,6 +282,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     `queued_uncached_tokens` are still to be computed, beyond the one token that a request decodes in each step; what
     was cached when a request arrived is not among them. `running_context_tokens` are the tokens that decoding requests
     attend to, in all.
+
+    `kv_store` is what the engine's KV store told about a second ago; sums over engines leave it out.
 
     Totals and busy times are cumulative, so that a rate is the quotient of differences. A step with prompt tokens
     counts as prefill; `decode_*` is of the steps without any: tokens sampled, tokens attended to, and time.
@@ -292,6 +308,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     decode_tokens_total: Count = 0
     decode_context_tokens_total: Count = 0
     decode_busy_s_total: Seconds = 0.0
+    kv_store: StoreStats | None = None
 
 
 class Engine(Protocol):

@@ -91,6 +91,11 @@ class Books:
         """Return what an owner's objects take, with what is set aside for more."""
         return self._of_owner[owner]
 
+    def owners(self) -> list[tuple[bytes, int, int | None]]:
+        """Return each owner that has something, or a quota of its own, with its bytes and its quota."""
+        known = self._of_owner.keys() | self.quotas.limits.keys()
+        return [(owner, self._of_owner[owner], self.quotas.of(owner)) for owner in known]
+
     def over_quota(self, owner: bytes, more_bytes: int) -> bool:
         limit = self.quotas.of(owner)
         return limit is not None and self._of_owner[owner] + more_bytes > limit

@@ -37,6 +37,8 @@ class Breaker:
         self._pauses = 0
         self._probe_at: float | None = None
         self._probing = False
+        self.trips = 0
+        """How often it has opened, longer pauses of an open one aside."""
 
     @property
     def state(self) -> BreakerState:
@@ -79,6 +81,7 @@ class Breaker:
             self._probing = False
 
     def _pause(self) -> None:
+        self.trips += self._probe_at is None
         longest = min(self._first_pause_s * 2**self._pauses, MAX_PAUSE_S)
         self._pauses = min(self._pauses + 1, 16)
         self._probing = False

@@ -98,11 +98,16 @@ EventSink = Callable[[TierEvent], None]
 """Called under a tier's lock, in the order in which it happened: it must not block, raise, or call the tier."""
 
 
+DURATION_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of the histograms in TierStats, which have one more entry for what took longer."""
+
+
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     """What a tier holds now, and cumulative counts of pieces by how they ended.
 
     `load_busy_s_total` and `save_busy_s_total` are sums over pieces of the time that each took once it was begun: with
-    the bytes they give the rate that the cost of a load is predicted from. `corrupt` counts by the failed check.
+    the bytes they give the rate that the cost of a load is predicted from; `load_durations` and `save_durations` count
+    those that were "ok" by time (DURATION_BUCKETS_S). `corrupt` counts by the failed check.
     `unindexed` says that the tier may hold more than it knows of. Capacity 0 is one that the tier does not know.
     """
 
@@ -126,6 +131,9 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     load_breaker: BreakerState = "closed"
     save_breaker: BreakerState = "closed"
     unindexed: bool = False
+    breaker_trips_total: int = 0
+    load_durations: list[int] = []
+    save_durations: list[int] = []
 
 
 class Tier(Protocol):

@@ -6,7 +6,7 @@ are one number here, bit i for target i, however many words the planes have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvstore.events.digest import fingerprint
 from router.block_table import BlockTable
@@ -23,10 +23,13 @@ Counts = list[dict[int, int]]
 NOTHING: Bits = [0] * (SPECULATIVE + 1)
 
 
-def few_hits(table: BlockTable, bits: TargetBits, query: Query, age: int) -> dict[str, Hit]:
-    """See `PrefixIndex.lookup`. Blocks that are known are marked as used at `age`."""
+def few_hits(
+    table: BlockTable, bits: TargetBits, query: Query, age: int, sharing: Sequence[int] = ()
+) -> dict[str, Hit]:
+    """See `PrefixIndex.lookup`. Blocks that are known are marked as used at `age`. What one of the targets of a number
+    in `sharing` has in its remote tier all of them have."""
     live = sum(int(word) << WORD_BITS * number for number, word in enumerate(bits.live))
-    blocks = list(_known(table, query, live, age))
+    blocks = list(_known(table, query, live, age, sharing))
     on_device = _on_device(blocks, live, has_windows=table.planes[RUN] is not None)
     counts: Counts = [{} for _ in range(len(TIERS) + 1)]
     covered, before = live, live
@@ -48,7 +51,7 @@ def _add(counts: dict[int, int], pattern: int, blocks: int) -> None:
         counts[pattern] = counts.get(pattern, 0) + blocks
 
 
-def _known(table: BlockTable, query: Query, live: int, age: int) -> Iterator[Bits]:
+def _known(table: BlockTable, query: Query, live: int, age: int, sharing: Sequence[int]) -> Iterator[Bits]:
     """Yield the bits of each block of the prompt's beginning that a live target has somewhere, or is expected to."""
     planes = [index for index, plane in enumerate(table.planes) if plane is not None]
     views = [(index, word, table.view(index, word)) for index in planes for word in range(table.words)]
@@ -61,6 +64,9 @@ def _known(table: BlockTable, query: Query, live: int, age: int) -> Iterator[Bit
         block = NOTHING.copy()
         for index, word, view in views:
             block[index] |= view[slot] << WORD_BITS * word
+        for group in sharing:
+            if block[3] & group:
+                block[3] |= group
         reach &= block[0] | block[1] | block[2] | block[3] | block[RUN] | block[SPECULATIVE]
         if not reach:
             return

@@ -56,7 +56,7 @@ def _sum_loads(loads: Sequence[EngineLoad]) -> EngineLoad:
     numbers = {
         name: sum(getattr(load, name) for load in loads)
         for name in EngineLoad.__struct_fields__
-        if name not in ("requests_total", "draining")
+        if name not in ("requests_total", "draining", "kv_store")
     }
     total: EngineLoad = msgspec.convert(
         {**numbers, "requests_total": dict(requests), "draining": all(load.draining for load in loads)}, EngineLoad

@@ -54,6 +54,8 @@ class PrefixIndex:
         # By bit: what events said that a tier holds, and the tiers of which something was evicted.
         self._digests: dict[int, dict[Tier, Digest]] = {}
         self._lost: dict[Tier, Words] = {}
+        self._places: dict[str, str] = {}
+        self._groups: list[int] | None = None
 
     @property
     def targets(self) -> Collection[str]:
@@ -71,10 +73,21 @@ class PrefixIndex:
     def add_target(self, target_id: str) -> None:
         """Begin to know a target, with nothing in it. One that is known keeps what it has."""
         if target_id not in self._bits:
+            self._groups = None
             self._digests[self._bits.add(target_id)] = {}
+
+    def share(self, target_id: str, place: str | None) -> None:
+        """What one target has in its remote tier all have whose `place` is the same; None is a target's own."""
+        if self._places.get(target_id) != place:
+            self._groups = None
+            if place is None:
+                del self._places[target_id]
+            else:
+                self._places[target_id] = place
 
     def drop_target(self, target_id: str) -> None:
         """Forget a target, in O(1). Unknown ones are ignored."""
+        self._groups = None
         bit = self._bits.retire(target_id)
         if bit is not None:
             del self._digests[bit]
@@ -139,7 +152,7 @@ class PrefixIndex:
         """
         self._end_speculation()
         if len(query.keys) <= self._few_keys:
-            return few_hits(self._table, self._bits, query, self._age())
+            return few_hits(self._table, self._bits, query, self._age(), self._sharing())
         counts: Counts | None = None
         state = (self._bits.live, self._bits.live)
         # An end may be anywhere in a run: where there are such, the whole prompt is one look.
@@ -262,6 +275,16 @@ class PrefixIndex:
 
     # ---- looking
 
+    def _sharing(self) -> list[int]:
+        """Return the bits of the targets that share a remote tier, as one number for each place of several."""
+        if self._groups is None:
+            masks: dict[str, int] = {}
+            for target_id, place in self._places.items():
+                if (bit := self._bits.get(target_id)) is not None:
+                    masks[place] = masks.get(place, 0) | 1 << bit
+            self._groups = [mask for mask in masks.values() if mask & (mask - 1)]
+        return self._groups
+
     def _look(self, prints: Words, device: Words, any_tier: Words) -> tuple[tuple[Words, Words], Counts]:
         """Follow the chain of `prints`, which goes on for the targets in `device` on the device, and for those in
         `any_tier` somewhere. Return the same behind it, and leading blocks by kind and bit: the tiers', then those on
@@ -271,6 +294,8 @@ class PrefixIndex:
         known = slots >= 0
         self._table.touch(slots[known], self._age())
         real, *held, run, end, expected = (self._bits_at(index, slots, known) for index in range(SPECULATIVE + 1))
+        if held[-1] is not None:
+            held[-1] = _shared(held[-1], self._sharing())
         if real is None:
             real = np.zeros((self._table.words, len(prints)), np.uint64)
         if run is None:
@@ -315,6 +340,15 @@ class PrefixIndex:
             target: Hit(device=device, ram=ram, disk=disk, remote=remote, speculative=speculative)
             for target, device, ram, disk, remote, speculative in zip(targets, *tokens.tolist(), strict=True)
         }
+
+
+def _shared(bits: Words, groups: Sequence[int]) -> Words:
+    """Return, for (words, blocks), the bits with those of the others of each group in which one is set."""
+    for group in groups:
+        mask = np.array([group >> WORD_BITS * word & (1 << WORD_BITS) - 1 for word in range(len(bits))], np.uint64)
+        has = (bits & mask[:, None]).any(axis=0)
+        bits = bits | np.where(has, mask[:, None], EMPTY)
+    return bits
 
 
 def _shorten(tokens: Counts, over: Counts) -> None:

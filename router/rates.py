@@ -81,6 +81,13 @@ class TargetRates:
             load.decode_busy_s_total - last.decode_busy_s_total,
         )
 
+        if load.kv_store is not None:
+            before = {} if last.kv_store is None else last.kv_store.fetched
+            for tier, total in load.kv_store.fetched.items():
+                known = before.get(tier)
+                tokens, seconds = (0, 0.0) if known is None else (known.tokens, known.seconds)
+                self.observe_fetch(tier, total.tokens - tokens, total.seconds - seconds)
+
     def observe_fetch(self, tier: Tier, tokens: int, seconds: float) -> None:
         """Take the measurement of one load of a tier's blocks."""
         self._fetch.setdefault(tier, Meter()).add(tokens, seconds)

@@ -22,6 +22,7 @@ from server.admin import ADMIN_ROUTES
 from server.config import ServeConfig
 from server.errors import reply_to
 from server.health import health_routes
+from server.kv_routes import kv_routes
 from server.metrics import CONTENT_TYPE
 from server.middleware import EdgeMiddleware
 from server.openai.chat import prepare_chat
@@ -51,6 +52,8 @@ def build_app(
     credentials = credentials or Credentials()
     service = Service(models, config, bytes.fromhex(credentials.scope_secret))
     keys = Keys(credentials, config)
+    if keys.required:
+        service.tenants = lambda: keys.tenants
     defaults = Limits(requests=config.requests_per_minute, tokens=config.tokens_per_minute)
     limiter = RateLimiter(usage or UsageTable(), defaults, lambda kind: service.metrics.rate_limited.labels(kind).inc())
     access_log = None if config.access_log is None else AccessLog(config.access_log)
@@ -89,6 +92,7 @@ def build_app(
         app.router.routes.append(Route(path, JsonEndpoint(service, answer), methods=["POST"]))
     for path, answer in ADMIN_ROUTES.items():
         app.router.routes.append(Route(path, JsonEndpoint(service, answer, needs_model=False), methods=["POST"]))
+    app.router.routes.extend(kv_routes(service))
     app.include_router(model_routes(service))
     app.include_router(health_routes(service))
     app.include_router(_metrics_route(service))

@@ -7,7 +7,7 @@ import shlex
 import sys
 from typing import TextIO
 
-from engine.protocol import EngineInfo
+from engine.protocol import EngineInfo, KVTierInfo
 from server.version import VERSION
 
 
@@ -33,12 +33,33 @@ def card(info: EngineInfo, url: str, *, with_key: bool = False, replicas: int = 
         ("operators", info.operators),
         ("window", _count(info.max_model_len, "token")),
         ("KV cache", _capacity(info)),
+        *(("KV store" if number == 0 else "", describe_tier(tier)) for number, tier in enumerate(info.kv_tiers)),
         ("URL", base),
     ]
     width = max(len(name) for name, _ in rows)
     lines = [f"Headrace {VERSION} is ready.", ""]
     lines += [f"  {name:<{width}}  {value}" for name, value in rows]
     return "\n".join([*lines, "", _curl(info, base, with_key), ""])
+
+
+def describe_tier(tier: KVTierInfo) -> str:
+    """One tier of the KV store in a line."""
+    parts = [f"{tier.tier}: {_size(tier.capacity_bytes)}"]
+    if tier.place:
+        parts.append(f"at {tier.place}")
+    if tier.encrypted:
+        parts.append("encrypted")
+    if tier.is_direct is not None:
+        parts.append("past the page cache (O_DIRECT)" if tier.is_direct else "through the page cache (no O_DIRECT)")
+    if tier.answers is not None:
+        parts.append("it answers" if tier.answers else "IT DOES NOT ANSWER, and is looked for every second")
+    return ", ".join(parts)
+
+
+def _size(size_bytes: int) -> str:
+    if not size_bytes:
+        return "capacity not known"
+    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.0f} MiB"
 
 
 def facts(info: EngineInfo, *, replicas: int = 1) -> dict[str, str | int]:
@@ -56,6 +77,7 @@ def facts(info: EngineInfo, *, replicas: int = 1) -> dict[str, str | int]:
         "max_model_len": info.max_model_len,
         "kv_capacity_tokens": info.kv_capacity_tokens,
         "block_size": info.block_size,
+        "kv_store": "; ".join(map(describe_tier, info.kv_tiers)),
     }
 
 

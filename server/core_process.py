@@ -28,7 +28,7 @@ from engine.kv.event_log import KVEventLog
 from engine.protocol import EngineInfo, TokenOutput
 from engine.wire.curve import KeyPair, Socket
 from engine.wire.errors import to_wire
-from engine.wire.host import Core, WireHost
+from engine.wire.host import Core, StoreOrders, WireHost
 from engine.wire.messages import Status
 from engine.wire.waker import Waker
 from kvstore.events.publisher import EventPublisher
@@ -96,14 +96,15 @@ def _nothing() -> None:
 
 class LoadedEngine(msgspec.Struct, frozen=True):
     """`assets` are the bytes of `info.text` by digest. `event_log` is the core's, where it has one. `waker` is woken
-    when work can go on that waited for something outside of the engine. `close` ends what the core was given, after its
-    last step."""
+    when work can go on that waited for something outside of the engine. `store` takes orders to the KV store. `close`
+    ends what the core was given, after its last step."""
 
     core: SteppedCore
     info: EngineInfo
     assets: Mapping[str, bytes]
     event_log: KVEventLog | None = None
     waker: Waker | None = None
+    store: StoreOrders | None = None
     close: Callable[[], None] = _nothing
 
 
@@ -126,7 +127,7 @@ def run(spec: CoreSpec, load: Load) -> int:
         gc.collect()
         gc.freeze()
         with closing(engine), _publishing(spec, host, engine) as publish_events:
-            host.serve(engine.core, engine.info, engine.assets, engine.waker)
+            host.serve(engine.core, engine.info, engine.assets, engine.waker, engine.store)
             _serve(host, engine.core, spec.drain_timeout_s, publish_events)
         return 0
     except (ModelError, ConfigError) as error:
@@ -237,7 +238,8 @@ def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
     on_progress(0.0, "Starting.")
     from engine.core import EngineCore
     from engine.grammar.pool import GrammarPool
-    from engine.kv.open_store import open_store
+    from engine.kv.open_store import open_store, tiers_of
+    from engine.kv.store_desk import StoreDesk
     from engine.runner.build import build_engine
     from engine.runner.kv_memory import KVMemory
     from engine.text.tokenizer import TextCodec
@@ -256,15 +258,23 @@ def load_engine(config: EngineConfig, on_progress: OnProgress) -> LoadedEngine:
     store = open_store(config, info, KVMemory(runner.cache, info.kv_groups), waker.wake) if config.kv_store else None
     port = None if store is None else store.port
     core = EngineCore(info, config, runner, num_blocks, port, grammars=grammars, event_log=log)
+    desk = None
+    if store is not None:
+        info = msgspec.structs.replace(info, kv_tiers=tiers_of(store))
+        if store.tier_blocks is not None:
+            log.follow(store.tier_blocks)
+        desk = StoreDesk(store, core.cached_blocks, waker.wake)
 
     def close() -> None:
+        if desk is not None:
+            desk.close()
         if store is not None:
             store.close()
         waker.close()
         grammars.close()
         runner.close()
 
-    return LoadedEngine(core, info, assets, log, waker, close)
+    return LoadedEngine(core, info, assets, log, waker, desk, close)
 
 
 if __name__ == "__main__":

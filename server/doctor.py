@@ -8,16 +8,15 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
-
-import msgspec
 
 from engine.errors import ConfigError
 from engine.loader.packaged import default_cache_dir
 from server.access.credentials import STATE_VARIABLE
 from server.access.scope_secret import FILE_NAME, read_secret, state_dir
+from server.doctor_check import Check
+from server.doctor_kv import store_checks
 from server.launcher import listen
 
 MIN_PYTHON = (3, 11)
@@ -26,22 +25,18 @@ LOW_FILES = 1024
 TORCH_TIMEOUT_S = 60
 
 
-class Check(msgspec.Struct, frozen=True):
-    """`bad` means that a server does not start or does not work."""
-
-    name: str
-    state: Literal["good", "note", "bad"]
-    text: str
-    hint: str | None = None
-
-
-def checks(host: str, port: int) -> Iterator[Check]:
+def checks(host: str, port: int, kv_store: Sequence[str] = (), kv_secret_file: str | None = None) -> Iterator[Check]:
+    """Check the machine, and the tiers that a KV store would be given."""
     yield _python()
     yield from _torch()
     yield _memory()
     yield _directory("model cache", default_cache_dir(), "HEADRACE_CACHE_DIR")
-    yield _directory("state", state_dir(os.environ.get(STATE_VARIABLE)), STATE_VARIABLE)
-    yield from _scope_secret(state_dir(os.environ.get(STATE_VARIABLE)))
+    state = state_dir(os.environ.get(STATE_VARIABLE))
+    kept = _directory("state", state, STATE_VARIABLE)
+    yield kept
+    yield from _scope_secret(state)
+    keeps_secret = kept.state == "good" or (state / FILE_NAME).exists()
+    yield from store_checks(kv_store, kv_secret_file, keeps_secret=keeps_secret)
     yield _open_files()
     yield _port(host, port)
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client.registry import Collector
 
 from engine.errors import EngineError, HeadraceError, LoadingError, PressureError, UnsupportedError
+from engine.kv.store_orders import StoreAdmin
 from engine.protocol import Admin, Engine, EngineInfo
 from router.decision import Decision
 from server.foreign.relay_supervisor import RelaySupervisor
@@ -30,7 +31,7 @@ class ServedModel:
     """`start` on the loop that uses it, `close` at the end. `name` is None until the engine has told it, unless it was
     known beforehand. `admin` None: its engines take no orders. `collector` has metrics of its engines. `follow`
     returns what becomes a list of where a request is sent, and why. With `relays` its engines give text only, and
-    clients' requests are passed on to them."""
+    clients' requests are passed on to them. `stores` returns who takes orders to KV stores, by target id."""
 
     def __init__(
         self,
@@ -42,12 +43,14 @@ class ServedModel:
         collector: Collector | None = None,
         follow: Callable[[str], Sequence[Decision]] = lambda request_id: (),
         relays: RelaySupervisor | None = None,
+        stores: Callable[[], Mapping[str, StoreAdmin]] = dict,
     ) -> None:
         self.engine = engine
         self.relays = relays
         self.admin = admin
         self.collector = collector
         self.follow = follow
+        self.stores = stores
         self.opened = asyncio.Event()
         """Set once the model's text is there, or its first relay, and not reset."""
         self._name = name

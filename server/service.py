@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from engine.errors import HeadraceError, LoadingError, RequestError
@@ -50,6 +50,8 @@ class Service:
         self.body_memory = BodyMemory(config.max_body_bytes)
         self.preparing = asyncio.Semaphore(PREPARING)
         self.parting = asyncio.Semaphore(PARTING)
+        self.tenants: Callable[[], Collection[str]] | None = None
+        """Tells who has a key; None where none are asked for."""
         self._scope_secret = scope_secret
 
     def state(self) -> ServiceState:

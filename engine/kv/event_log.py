@@ -11,9 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.kv.blocks import BlockEvent
+from engine.kv.tier_blocks import Changes, TierBlocks
 from engine.kv.window_ends import WindowEnds
 from kvstore.events.media import MEDIUM_OF, Tier
 from kvstore.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event
+
+DEVICE_TIERS: frozenset[Tier] = frozenset({"device", "device_run", "device_end"})
+
+MAX_KEYS = 16_384
+"""Of a tier in one event."""
 
 
 class KVEventLog:
@@ -24,7 +30,8 @@ class KVEventLog:
     """
 
     def __init__(self, windows: Sequence[int | None], block_size: int) -> None:
-        self.enabled = False
+        self._enabled = False
+        self._tiers: TierBlocks | None = None
         self._block_size = block_size
         self._ends: WindowEnds | None = None
         self._needed = frozenset(range(len(windows)))
@@ -37,6 +44,20 @@ class KVEventLog:
         self._events: list[Event] = []
         # By tier, what the next change of the same kind is added to. Tiers are independent of each other.
         self._last: dict[Tier, BlockStored | BlockRemoved] = {}
+
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._enabled = value
+        if value and self._tiers is not None:
+            self._tiers.enable()
+
+    def follow(self, tiers: TierBlocks) -> None:
+        """Tell also what the store's tiers hold. Before it is enabled."""
+        self._tiers = tiers
 
     def on_block(self, group: int, event: BlockEvent) -> None:
         """A `GroupEventSink`."""
@@ -72,6 +93,8 @@ class KVEventLog:
 
     def take(self) -> list[Event]:
         """Return what has happened since the last call, in order."""
+        if self._tiers is not None:
+            self._take_tiers(self._tiers.take())
         events, self._events = self._events, []
         self._last.clear()
         return events
@@ -93,6 +116,30 @@ class KVEventLog:
             scope=scope,
         )
         self._events.append(event)
+
+    def _take_tiers(self, changes: Changes) -> None:
+        for tier, blocks in changes.items():
+            told = self._told.setdefault(tier, set())
+            stored = [key for key, is_there in blocks.items() if is_there and key not in told]
+            removed = [key for key, is_there in blocks.items() if not is_there and key in told]
+            told.difference_update(removed)
+            told.update(stored)
+            if removed:
+                self._events.append(BlockRemoved(block_hashes=list(removed), medium=MEDIUM_OF[tier]))
+            self._tell_tier(tier, stored)
+
+    def _tell_tier(self, tier: Tier, keys: Sequence[bytes]) -> None:
+        """The store knows no token ids: they were told when the device had the block."""
+        for start in range(0, len(keys), MAX_KEYS):
+            self._events.append(
+                BlockStored(
+                    block_hashes=list(keys[start : start + MAX_KEYS]),
+                    parent_block_hash=None,
+                    token_ids=[],
+                    block_size=self._block_size,
+                    medium=MEDIUM_OF[tier],
+                )
+            )
 
     def _end_changed(self, key: bytes, is_end: bool) -> None:
         ends = self._told.setdefault("device_end", set())
@@ -133,7 +180,11 @@ class KVEventLog:
             self._ends.clear()
         if self._groups:
             self._groups.clear()
-            for keys in self._told.values():
-                keys.clear()
+            for tier in DEVICE_TIERS:
+                if tier in self._told:
+                    self._told[tier].clear()
             self._last.clear()
+            # That is of all tiers to its readers; the store's have kept theirs.
             self._events.append(AllBlocksCleared())
+            for tier in self._told.keys() - DEVICE_TIERS:
+                self._tell_tier(tier, list(self._told[tier]))

@@ -28,7 +28,9 @@ from engine.errors import (
     PressureError,
     RequestError,
     RequestFailedError,
+    UnsupportedError,
 )
+from engine.kv.store_orders import NewWeights, StoreAnswer, StoreOrder, WeightsEpoch
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire import messages as wire
 from engine.wire.curve import KeyPair, check_public_key, secure_client
@@ -289,6 +291,19 @@ class RemoteEngine:
         if not isinstance(reply, wire.CountReply):
             raise EngineError("The engine answered with something else than a count.")
         return reply.count
+
+    async def order_store(self, order: StoreOrder) -> StoreAnswer:
+        info = self._state.info
+        if info is not None and not info.kv_tiers:
+            # Its engine may be of before these orders, and say nothing at all to one.
+            if not isinstance(order, NewWeights):
+                raise UnsupportedError("This engine has no KV store (--kv-store).", code="kv_store_off")
+            await self.reset_prefix_cache()
+            return WeightsEpoch(epoch="")
+        reply = await self._call(wire.OrderStore(self._next_call(), order))
+        if not isinstance(reply, wire.StoreReply):
+            raise EngineError("The engine answered with something else than its KV store's answer.")
+        return reply.answer
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

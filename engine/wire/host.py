@@ -27,7 +27,9 @@ from engine.errors import (
     PressureError,
     RequestError,
     RequestFailedError,
+    UnsupportedError,
 )
+from engine.kv.store_orders import NewWeights, StoreAnswer, StoreOrder, WeightsEpoch
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire import messages as wire
 from engine.wire.curve import KeyGate, KeyPair, Socket
@@ -36,6 +38,7 @@ from engine.wire.load_reports import LoadReports
 from engine.wire.peers import Peer, Route, Routes
 from engine.wire.waker import Waker
 from kvstore.keys import tokens_of_words
+from kvstore.manager.figures import StoreStats
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +86,21 @@ class Core(Protocol):
     def reset_prefix_cache(self) -> None: ...
 
 
+class StoreOrders(Protocol):
+    """Where orders to the KV store are carried out (engine/kv/store_desk.py). Every call returns at once."""
+
+    @property
+    def stats(self) -> StoreStats: ...
+
+    def begin(self, ticket: object, order: StoreOrder) -> None:
+        """Take an order or raise an error of the tree."""
+        ...
+
+    def take(self) -> Sequence[tuple[object, StoreAnswer | HeadraceError]]:
+        """Return the answers that have come, each with its ticket."""
+        ...
+
+
 class WireHost:
     """`counters` are cumulative: malformed frames, peers that vanished, outputs that were merged for a slow peer.
 
@@ -122,6 +140,7 @@ class WireHost:
         self._next_probe = 0.0
         self._reports = LoadReports()
         self._core: Core | None = None
+        self._store: StoreOrders | None = None
         self._info: EngineInfo | None = None
         self._assets: Mapping[str, bytes] = {}
         self._waker: Waker | None = None
@@ -168,12 +187,20 @@ class WireHost:
         self._status = status
         self._broadcast(status)
 
-    def serve(self, core: Core, info: EngineInfo, assets: Mapping[str, bytes], waker: Waker | None = None) -> None:
-        """The engine can serve: `assets` are the bytes of `info.text` by digest. A `waker` ends the wait of `pump`."""
+    def serve(
+        self,
+        core: Core,
+        info: EngineInfo,
+        assets: Mapping[str, bytes],
+        waker: Waker | None = None,
+        store: StoreOrders | None = None,
+    ) -> None:
+        """The engine can serve: `assets` are the bytes of `info.text` by digest. A `waker` ends the wait of `pump`,
+        also when `store` has answers."""
         if waker is not None:
             self._waker = waker
             self._poller.register(waker.fd, zmq.POLLIN)
-        self._core, self._assets = core, assets
+        self._core, self._assets, self._store = core, assets, store
         self._info = msgspec.structs.replace(info, incarnation=self.incarnation, pid=os.getpid())
         self.set_status(wire.Status("ready", 1.0))
 
@@ -195,12 +222,14 @@ class WireHost:
                 except zmq.Again:
                     break
                 self._receive(frames)
+        if self._store is not None:
+            self._send_store_answers(self._store.take())
         now = time.monotonic()
         if now >= self._next_probe:
             self._next_probe = now + PROBE_INTERVAL_S
             self._broadcast(self._status)
         if self._core is not None and self._reports.due_in_s(now) <= 0.0:
-            self._report_load(self._core.load(), now)
+            self._report_load(self._load(self._core), now)
 
     def send_outputs(self, outputs: Sequence[TokenOutput]) -> None:
         """Send one step's outputs, one message per peer; hold them for peers without credit."""
@@ -223,6 +252,10 @@ class WireHost:
         if self._core is not None:
             timeout_s = min(timeout_s, self._reports.due_in_s(time.monotonic()))
         return math.ceil(timeout_s * 1000)
+
+    def _load(self, core: Core) -> EngineLoad:
+        load = core.load()
+        return load if self._store is None else msgspec.structs.replace(load, kv_store=self._store.stats)
 
     def _report_load(self, load: EngineLoad, now: float) -> None:
         counters = {**self.counters, "refused_keys": self.num_refused}
@@ -286,7 +319,9 @@ class WireHost:
             case wire.Hello():
                 pass
             case call:
-                self._send(peer, self._answer(peer, call))
+                reply = self._answer(peer, call)
+                if reply is not None:
+                    self._send(peer, reply)
 
     def _submit(self, peer: Peer, request: GenerateRequest, prompt: bytes) -> None:
         try:
@@ -352,7 +387,27 @@ class WireHost:
         peer.asset_bytes += len(chunk)
         return wire.AssetReply(call.call_id, len(data), chunk)
 
-    def _answer(self, peer: Peer, call: wire.Call) -> wire.Reply:
+    def _order_store(self, peer: Peer, call: wire.OrderStore, core: Core) -> wire.Reply | None:
+        is_new = isinstance(call.order, NewWeights)
+        if self._store is None and not is_new:
+            raise UnsupportedError("This engine has no KV store (--kv-store).", code="kv_store_off")
+        if self._store is not None:
+            self._store.begin((peer.identity, call.call_id), call.order)
+        if is_new:
+            core.reset_prefix_cache()
+        return None if self._store is not None else wire.StoreReply(call.call_id, WeightsEpoch(epoch=""))
+
+    def _send_store_answers(self, answers: Sequence[tuple[object, StoreAnswer | HeadraceError]]) -> None:
+        for ticket, answer in answers:
+            assert isinstance(ticket, tuple), "tickets are made above"
+            identity, call_id = ticket
+            if isinstance(answer, HeadraceError):
+                self._send_to(identity, wire.ErrorReply(call_id, to_wire(answer)))
+            else:
+                self._send_to(identity, wire.StoreReply(call_id, answer))
+
+    def _answer(self, peer: Peer, call: wire.Call) -> wire.Reply | None:
+        """Return the answer, None for one that comes later."""
         try:
             match call:
                 case wire.FetchAsset():
@@ -362,7 +417,7 @@ class WireHost:
                 case wire.Describe(call_id):
                     return wire.InfoReply(call_id, self._info)
                 case wire.GetLoad(call_id):
-                    return wire.LoadReply(call_id, self._core.load())
+                    return wire.LoadReply(call_id, self._load(self._core))
                 case wire.Drain(call_id):
                     self.drain()
                     return wire.DoneReply(call_id)
@@ -371,6 +426,8 @@ class WireHost:
                     return wire.DoneReply(call_id)
                 case wire.AbortRequests(call_id, request_id):
                     return wire.CountReply(call_id, self._abort_for_operator(request_id))
+                case wire.OrderStore():
+                    return self._order_store(peer, call, self._core)
         except HeadraceError as error:
             return wire.ErrorReply(call.call_id, to_wire(error))
 

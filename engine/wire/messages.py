@@ -11,6 +11,7 @@ raises WIRE_VERSION, which `Hello` and `Welcome` carry first so that any two ver
     WatchLoad: may send so many more ------> LoadReport: after a step, and when nothing happens
     Describe, FetchAsset, GetLoad, Drain --> InfoReply, AssetReply, LoadReply, DoneReply, or ErrorReply
     ResetPrefixCache, AbortRequests -------> DoneReply, CountReply, or ErrorReply
+    OrderStore ----------------------------> StoreReply, maybe seconds later, or ErrorReply
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.kv.store_orders import StoreAnswer, StoreOrder
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire.errors import WireError
 
@@ -117,6 +119,13 @@ class WatchLoad(msgspec.Struct, frozen=True, array_like=True, tag=12):
     count: int
 
 
+class OrderStore(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """An operator's order to the KV store. An engine that tells of no tiers may be too old to know this message."""
+
+    call_id: int
+    order: StoreOrder
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """`incarnation` is drawn when the engine's process starts: another one means that every request is gone."""
 
@@ -199,7 +208,12 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=44):
     counters: dict[str, int] = {}
 
 
-Call = Describe | FetchAsset | GetLoad | Drain | ResetPrefixCache | AbortRequests
+class StoreReply(msgspec.Struct, frozen=True, array_like=True, tag=45):
+    call_id: int
+    answer: StoreAnswer
+
+
+Call = Describe | FetchAsset | GetLoad | Drain | ResetPrefixCache | AbortRequests | OrderStore
 ClientMessage = Hello | Submit | Finish | Abort | Credit | WatchLoad | Call
-Reply = InfoReply | AssetReply | LoadReply | DoneReply | ErrorReply | CountReply
+Reply = InfoReply | AssetReply | LoadReply | DoneReply | ErrorReply | CountReply | StoreReply
 EngineMessage = Welcome | VersionRefused | Status | Outputs | Refused | Bye | LoadReport | Reply

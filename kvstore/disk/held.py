@@ -72,6 +72,10 @@ class HeldObjects:
         with self._changed:
             return len(self._books), self._books.used_bytes, self._books.pinned_bytes
 
+    def owners(self) -> list[tuple[bytes, int, int | None]]:
+        with self._changed:
+            return self._books.owners()
+
     # Saving
 
     def wait_settled(self, key: ObjectKey, deadline: Deadline) -> bool:

@@ -170,6 +170,10 @@ class DiskTier:
     def set_quota(self, owner: bytes, limit_bytes: int | None) -> None:
         self._held.set_quota(owner, limit_bytes)
 
+    def owners(self) -> list[tuple[bytes, int, int | None]]:
+        """Return each owner with its bytes and its quota, as far as this process counts."""
+        return self._held.owners()
+
     def stats(self) -> TierStats:
         saves, save_bytes = self._queue.waiting("save")
         objects, used_bytes, pinned_bytes = self._held.totals()
@@ -184,6 +188,7 @@ class DiskTier:
             queued_bytes=save_bytes,
             load_breaker=self._breakers["load"].state,
             save_breaker=self._breakers["save"].state,
+            breaker_trips_total=sum(breaker.trips for breaker in self._breakers.values()),
             unindexed=not self._held.indexed,
             **self._counters.fields(),
         )

@@ -154,6 +154,10 @@ class EngineClient:
     # From the store's threads
 
     def _looked(self, look: Look) -> None:
+        with self._lock:
+            self._counts["asked_blocks"] += len(look.objects)
+            for tier in dict.fromkeys(look.tiers):
+                self._counts[f"found_{tier}"] += look.tiers.count(tier)
         self._wake()
 
     def _saved(self, block: StoredBlock, layout: ObjectLayout, slot: Slot) -> None:

@@ -35,11 +35,15 @@ class FetchCost:
         self.measured: set[TierName] = set()
         self.prefill_rate: float | None = None
         """Tokens a second, None until the engine told."""
+        self.fetched: dict[TierName, tuple[int, float]] = {}
+        """Bytes and seconds of all loads so far."""
         self._probe_at: dict[TierName, float] = {}
 
     def observe(self, tier: TierName, size_bytes: int, seconds: float) -> None:
         """A load of one tier's blocks has ended."""
         if size_bytes and seconds > 0:
+            known_bytes, known_s = self.fetched.get(tier, (0, 0.0))
+            self.fetched[tier] = (known_bytes + size_bytes, known_s + seconds)
             self.rates[tier] = _mix(self.rates[tier], size_bytes / seconds, first=tier not in self.measured)
             if tier not in self.measured:
                 self._probe_at[tier] = self._clock() + PROBE_AFTER_S

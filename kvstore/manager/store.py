@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from kvstore.books import Quotas
 from kvstore.codec import ObjectCodec
 from kvstore.disk.tier import DiskTier
@@ -18,13 +16,14 @@ from kvstore.manager.behind import WriteBehind
 from kvstore.manager.client import EngineClient
 from kvstore.manager.config import DirectorySpec, StoreConfig
 from kvstore.manager.contract import DeviceMemory, StoredBlock
-from kvstore.manager.fetching import Fetches
+from kvstore.manager.fetching import Fetches, OnFetched
+from kvstore.manager.figures import MAX_OWNERS, FetchTotal, OwnerUse, QueueStats, StoreStats
 from kvstore.manager.parts import BlockParts
 from kvstore.namespace import Namespace
 from kvstore.object_key import ObjectKey
 from kvstore.ram.tier import RamTier
 from kvstore.remote.tier import RemoteTier
-from kvstore.tier import Deadline, EventSink, Outcome, Tier, TierEvent, TierName, TierStats
+from kvstore.tier import Deadline, EventSink, Outcome, Tier, TierEvent, TierName
 
 log = logging.getLogger(__name__)
 
@@ -34,26 +33,6 @@ OVERDUE_S = 60.0
 TierSink = Callable[[TierName, TierEvent], None]
 
 _POLICIES: dict[str, Callable[[], Eviction[ObjectKey]]] = {"lru": LRU, "s3fifo": S3Fifo, "adaptive": Adaptive}
-
-
-class QueueStats(msgspec.Struct, frozen=True):
-    """Of what is on its way to one tier. `ended` counts by how: tiers' outcomes, and overflow, late, evicted, and
-    unadmitted for what was not taken under pressure."""
-
-    objects: int
-    size_bytes: int
-    ended: dict[str, int]
-
-
-class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
-    """`clients` are cumulative counts over all engines of the process, `fetch_rates` bytes a second as measured."""
-
-    tiers: list[TierStats]
-    queues: dict[TierName, QueueStats]
-    clients: dict[str, int]
-    fetching: int
-    overdue_leases: int
-    fetch_rates: dict[TierName, float]
 
 
 class KVStore:
@@ -124,18 +103,52 @@ class KVStore:
             log.warning("%s has held stored KV for %.0f s", holder, age_s)
         counts: dict[str, int] = {}
         rates: dict[TierName, float] = {}
+        fetched: dict[TierName, FetchTotal] = {}
         for client in list(self._clients):
             for what, count in client.counts().items():
                 counts[what] = counts.get(what, 0) + count
-            rates.update({tier: client.cost.rates[tier] for tier in client.cost.measured})
+            rates.update({tier: client.cost.rates[tier] for tier in set(client.cost.measured)})
+            for name, (size_bytes, seconds) in list(client.cost.fetched.items()):
+                known = fetched.get(name, FetchTotal(0, 0.0))
+                tokens = size_bytes * client.parts.block_size // client.parts.block_bytes
+                fetched[name] = FetchTotal(known.tokens + tokens, known.seconds + seconds)
+        hits: dict[TierName, int] = {tier.name: counts.pop(f"found_{tier.name}", 0) for tier in self.tiers()}
+        left, misses = counts.pop("asked_blocks", 0), {}
+        for name, found in hits.items():
+            left -= found
+            misses[name] = left
+        prefill = [client.cost.prefill_rate for client in list(self._clients) if client.cost.prefill_rate is not None]
         return StoreStats(
-            tiers=[tier.stats() for tier in [self.ram, *self.lower]],
+            tiers=[tier.stats() for tier in self.tiers()],
             queues={behind.tier.name: QueueStats(*behind.figures()) for behind in self._behind},
             clients=counts,
             fetching=len(self._fetches),
             overdue_leases=len(overdue),
             fetch_rates=rates,
+            hits=hits,
+            misses=misses,
+            fetched=fetched,
+            leases=self.ram.num_leases,
+            prefill_rate=max(prefill, default=None),
         )
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether what leaves memory is encrypted."""
+        return self._codec is not None
+
+    def tiers(self, only: TierName | None = None) -> list[Tier]:
+        """Return the tiers, the fastest first, or the one of this name: none where there is no such tier."""
+        return [tier for tier in (self.ram, *self.lower) if only in (None, tier.name)]
+
+    def owners(self) -> dict[TierName, list[OwnerUse]]:
+        """Return what tenants have in the tiers that count it, those that have most first."""
+        found: dict[TierName, list[OwnerUse]] = {}
+        for tier in self.tiers():
+            if isinstance(tier, RamTier | DiskTier):
+                uses = sorted(tier.owners(), key=lambda one: -one[1])[:MAX_OWNERS]
+                found[tier.name] = [OwnerUse(owner.hex(), used, limit) for owner, used, limit in uses]
+        return found
 
     def held(
         self, client: EngineClient, scope: bytes, blocks: Sequence[bytes], deadline: Deadline
@@ -154,8 +167,15 @@ class KVStore:
             told.wait(deadline.left_s)
         return dict(leading)
 
-    def prefetch(self, client: EngineClient, scope: bytes, blocks: Sequence[bytes], deadline: Deadline) -> int:
-        """Bring blocks into memory; return how many objects were asked for."""
+    def prefetch(
+        self,
+        client: EngineClient,
+        scope: bytes,
+        blocks: Sequence[bytes],
+        deadline: Deadline,
+        on_fetched: OnFetched = lambda key, found: None,
+    ) -> int:
+        """Bring blocks into memory; return how many objects were asked for. `on_fetched` hears of each."""
         layouts = client.parts.all
         sizes = [layout.object_bytes for _ in blocks for layout in layouts]
         wanted = [
@@ -163,29 +183,37 @@ class KVStore:
             for key, size in zip(client.keys_of(scope, blocks), sizes, strict=True)
             if not self.ram.held(key)
         ]
-        self._fetches.fetch(wanted, self.lower, deadline, lambda key, found: None)
+        self._fetches.fetch(wanted, self.lower, deadline, on_fetched)
         return len(wanted)
 
-    def pin(self, client: EngineClient, scope: bytes, blocks: Sequence[bytes], seconds: float) -> dict[TierName, int]:
+    def pin(
+        self,
+        client: EngineClient,
+        scope: bytes,
+        blocks: Sequence[bytes],
+        seconds: float,
+        only: TierName | None = None,
+    ) -> dict[TierName, int]:
         """Keep blocks from eviction; 0 seconds end that. Return how many objects each tier keeps."""
         keys = client.keys_of(scope, blocks)
-        return {tier.name: tier.pin(keys, seconds) for tier in [self.ram, *self.lower]}
+        return {tier.name: tier.pin(keys, seconds) for tier in self.tiers(only)}
 
-    def delete(self, client: EngineClient, scope: bytes, blocks: Sequence[bytes]) -> None:
-        """Forget blocks in all tiers."""
+    def delete(self, client: EngineClient, scope: bytes, blocks: Sequence[bytes], only: TierName | None = None) -> None:
+        """Forget blocks in all tiers, or in one."""
         keys = client.keys_of(scope, blocks)
-        for tier in [self.ram, *self.lower]:
+        for tier in self.tiers(only):
             tier.delete(keys)
 
-    def drop(self, namespace: bytes | None = None, owner: bytes | None = None) -> None:
-        """Forget a namespace, an owner, both together or (neither) everything, in all tiers."""
+    def drop(self, namespace: bytes | None = None, owner: bytes | None = None, only: TierName | None = None) -> None:
+        """Forget a namespace, an owner, both together or (neither) everything, in all tiers or in one."""
         for behind in self._behind:
-            behind.forget()
-        for tier in [self.ram, *self.lower]:
+            if only in (None, behind.tier.name):
+                behind.forget()
+        for tier in self.tiers(only):
             tier.drop(namespace, owner)
 
-    def set_quota(self, owner: bytes, limit_bytes: int | None) -> None:
-        for tier in [self.ram, *self.lower]:
+    def set_quota(self, owner: bytes, limit_bytes: int | None, only: TierName | None = None) -> None:
+        for tier in self.tiers(only):
             if isinstance(tier, RamTier | DiskTier):
                 tier.set_quota(owner, limit_bytes)
 

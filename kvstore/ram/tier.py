@@ -106,6 +106,15 @@ class RamTier:
             ages = [(lease.holder, now - lease.taken_s) for lease in self._leases]
         return [(holder, age) for holder, age in ages if age >= age_s]
 
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def owners(self) -> list[tuple[bytes, int, int | None]]:
+        """Return each owner with its bytes and its quota."""
+        with self._lock:
+            return self._books.owners()
+
     # As any tier
 
     def probe(self, keys: Sequence[ObjectKey], deadline: Deadline, report: Report) -> None:

@@ -157,6 +157,11 @@ class RemoteTier:
         self._forgotten.drop((namespace, owner))
         self._upkeep.wake()
 
+    @property
+    def refusal(self) -> str:
+        """Why the server cannot be used now, "" when it can."""
+        return self._upkeep.refusal
+
     def stats(self) -> TierStats:
         """Bytes are the whole server's, whatever else it keeps."""
         saves, save_bytes = self._bulk.waiting("save")
@@ -169,6 +174,7 @@ class RemoteTier:
             queued_bytes=save_bytes,
             load_breaker=self._breakers["load"].state,
             save_breaker=self._breakers["save"].state,
+            breaker_trips_total=sum(breaker.trips for breaker in self._breakers.values()),
             unindexed=True,
             **self._counters.fields(),
         )

@@ -78,10 +78,11 @@ def _scope_secret(config: ServeConfig, state: str | None) -> tuple[str, list[str
     try:
         return load_or_make(directory).hex(), []
     except OSError as error:
-        # Caches that live in this server's memory need no more than a secret that lives as long as they do; what a KV
-        # store keeps of tenants beyond that is not found again.
+        # Caches that live in this server's memory need no more than a secret that lives as long as they do.
         note = (
             f"The scope secret cannot be kept in {directory} ({error.strerror or error}): this run has one of its own."
             f" Set {STATE_VARIABLE} or --scope-secret-file."
         )
+        if any(not tier.startswith("ram=") for tier in config.engine.kv_store):
+            note += " What the KV store keeps of tenants is not found again after a restart, or by another server."
         return secrets.token_hex(32), [note]

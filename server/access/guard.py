@@ -25,7 +25,8 @@ from server.errors import AuthenticationError, ForbiddenError, reply_to
 
 PROBES = frozenset({"/health", "/ready", "/version", "/gateway"})
 METRICS = frozenset({"/metrics", "/load"})
-ADMIN_PATHS, ADMIN_PREFIXES = ("/admin", "/router"), ("/admin/", "/router/")
+ADMIN_PATHS = ("/admin", "/router", "/kv", "/reset_prefix_cache")
+ADMIN_PREFIXES = ("/admin/", "/router/", "/kv/")
 FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
 
 
@@ -41,6 +42,11 @@ class Keys:
         self.file = None if config.api_keys_file is None else KeyFile(Path(config.api_keys_file), self._take)
         if self.file is not None:
             self.file.look()
+
+    @property
+    def tenants(self) -> set[str]:
+        """Those that have a key now."""
+        return self.ring.tenants
 
     def _take(self, entries: list[KeyEntry]) -> None:
         self.ring = KeyRing([*self._fixed, *entries])

@@ -131,6 +131,10 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def tenants(self) -> set[str]:
+        return {entry.tenant for _, entry in self._entries}
+
     def find(self, key: bytes) -> KeyEntry | None:
         """Return the key's entry. Takes the same time for every key: all entries are compared, none in part."""
         digest = hashlib.sha256(key).digest()

@@ -10,6 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from engine.protocol import EngineInfo, GenerateRequest
+from kvstore.manager.figures import StoreStats
 from router.registry.base import RankAddress, WorkerRecord
 from server.fleet.link import EventsPlace, streams_ended, target_id
 from server.foreign.facts import Probe, ServerFacts, learn
@@ -31,6 +32,7 @@ class ForeignLink:
 
     dp_rank = 0
     tells_tokens = False
+    kv_store: StoreStats | None = None
 
     def __init__(
         self,

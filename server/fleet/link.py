@@ -13,9 +13,11 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from engine.errors import ConfigError
+from engine.kv.store_orders import StoreAdmin
 from engine.protocol import Admin, EngineInfo, EngineLoad, GenerateRequest
 from engine.wire.client import RemoteEngine, RemoteState
 from engine.wire.curve import KeyPair
+from kvstore.manager.figures import StoreStats
 from router.readiness import WatchedEngine
 from router.registry.base import RankAddress, WorkerRecord
 from router.registry.compat import compatibility_digest
@@ -46,7 +48,7 @@ class EventsPlace(NamedTuple):
     topic: str = ""
 
 
-class FleetEngine(WatchedEngine, Admin, Protocol):
+class FleetEngine(WatchedEngine, Admin, StoreAdmin, Protocol):
     """An engine somewhere else. `frames_received` grows with whatever it says."""
 
     on_load: Callable[[EngineLoad], None] | None
@@ -91,6 +93,11 @@ class FleetLink(Protocol):
 
     @property
     def tells_tokens(self) -> bool: ...
+
+    @property
+    def kv_store(self) -> StoreStats | None:
+        """What the engine's KV store has told with its last load."""
+        ...
 
     def takes(self, request: GenerateRequest) -> bool: ...
 
@@ -169,6 +176,11 @@ class RankLink:
     def info(self) -> EngineInfo | None:
         """What the engine has said of itself, while it can be reached."""
         return self.engine.state().info
+
+    @property
+    def kv_store(self) -> StoreStats | None:
+        load = self.engine.latest_load
+        return None if load is None else load.kv_store
 
     @property
     def dp_rank(self) -> int:

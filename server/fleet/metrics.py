@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvstore.manager.figures import StoreStats
+from server.kv_metrics import store_families
+
 
 class TargetsCollector(Collector):
     """`ready` tells by target id whether requests can be sent there, `in_flight` how many have been, peers' too, and
-    `drift` how many more the engine itself counts (`TargetBooks.drift`)."""
+    `drift` how many more the engine itself counts (`TargetBooks.drift`), and `stores` what KV stores told last."""
 
     def __init__(
         self,
@@ -18,11 +21,13 @@ class TargetsCollector(Collector):
         ready: Callable[[], Mapping[str, bool]],
         in_flight: Callable[[], Mapping[str, int]],
         drift: Callable[[], Mapping[str, int]],
+        stores: Callable[[], Mapping[str, StoreStats]] = dict,
     ) -> None:
         self._model = model
         self._ready = ready
         self._in_flight = in_flight
         self._drift = drift
+        self._stores = stores
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model", "target"]
@@ -42,3 +47,6 @@ class TargetsCollector(Collector):
         yield ready
         yield in_flight
         yield drift
+        yield from store_families(
+            ({"model": self._model, "target": target}, stats) for target, stats in self._stores().items()
+        )

@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 
 from engine.protocol import CachedTokens
+from kvstore.manager.figures import StoreStats
 from router.admission import AdmissionLimits
 from router.dispatcher import Dispatcher
 from router.feed import IndexFeed
@@ -82,6 +83,7 @@ class ModelPool:
             lambda: {name: link.engine.is_ready for name, link in self.links.items()},
             lambda: self.pool.in_flight,
             lambda: {one.target_id: one.drift for one in dispatcher.status() if one.drift is not None},
+            self._stores,
         )
         self.model = ServedModel(
             self.supervisor,
@@ -91,6 +93,7 @@ class ModelPool:
             collector=targets,
             follow=self.pool.decisions.follow,
             relays=relays,
+            stores=lambda: {name: link.engine for name, link in self.links.items()},
         )
         self._stalls = StallWatch(self.engines, config.stall_timeout_s)
         self._watches: list[asyncio.Task[None]] = []
@@ -134,6 +137,7 @@ class ModelPool:
         link.engine.on_load = None
         self.pool.remove(target_id)
         self.hits.forget(target_id)
+        self.feed.index.share(target_id, None)
         await self.feed.close_target(target_id)
 
     async def renew(self, target_id: str) -> None:
@@ -154,6 +158,8 @@ class ModelPool:
         if self.pool.block_size is None:
             self.pool.block_size = link.info.block_size
         place, name = link.events, link.target_id
+        remote = [tier.place for tier in link.info.kv_tiers if tier.tier == "remote"]
+        self.feed.index.share(name, remote[0] if remote else None)
         if place is not None and not self.feed.follows(name):
             self.feed.open_target(
                 name,
@@ -163,6 +169,11 @@ class ModelPool:
                 foreign=place.is_foreign,
                 topic=place.topic,
             )
+
+    def _stores(self) -> dict[str, StoreStats]:
+        """What the engines' KV stores have told with their last load."""
+        told = {name: link.kv_store for name, link in self.links.items()}
+        return {name: stats for name, stats in told.items() if stats is not None}
 
     def _is_stuck(self, engine: HeardEngine) -> bool:
         return self._loops is not None and self._loops.is_stuck(engine)

@@ -23,6 +23,7 @@ from engine.errors import (
     RequestFailedError,
     UnsupportedError,
 )
+from engine.kv.store_orders import StoreAnswer, StoreOrder
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire.client import RemoteState
 from server.foreign.dialect import Dialect, no_ids
@@ -244,6 +245,11 @@ class OpenAIWorker:
 
     async def reset_prefix_cache(self) -> None:
         raise UnsupportedError(f"The engine at {self.url} is of another make: its cache is not reset from here.")
+
+    async def order_store(self, order: StoreOrder) -> StoreAnswer:
+        raise UnsupportedError(
+            f"The engine at {self.url} is of another make: its KV store is not managed from here.", code="kv_store_off"
+        )
 
     async def abort_requests(self, request_id: str) -> int:
         """Of the requests that go through here."""

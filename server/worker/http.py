@@ -20,21 +20,28 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.errors import HeadraceError
+from engine.errors import HeadraceError, RequestError, UnsupportedError
+from engine.kv.store_orders import StoreAdmin
 from engine.protocol import EngineLoad
+from kvstore.keys import PUBLIC_SCOPE
 from router.registry.base import WorkerRecord
 from server.access.credentials import Credentials
 from server.access.guard import Guard, Keys
 from server.access.record import RequestRecord, attach_record
 from server.config import ServeConfig
 from server.errors import reply_to
+from server.fleet.link import target_id
 from server.health import ServiceState
+from server.kv_orders import KV_GETS, KV_POSTS
+from server.kv_routes import RESET_PATHS, ask_all
 from server.metrics import CONTENT_TYPE
 from server.version import VERSION
 from server.worker.metrics import exposition
 from server.worker.rank import Rank
 
 MAX_REQUESTS = 256
+MAX_BODY_BYTES = 16 * 1024 * 1024
+"""A million token ids."""
 
 
 class WorkerView(Protocol):
@@ -91,7 +98,23 @@ def build_app(worker: WorkerView, admin_digests: Sequence[str]) -> Starlette:
         "/load": load,
         "/metrics": metrics,
     }
-    posts = {"/admin/drain": drain, "/admin/reset_prefix_cache": reset_prefix_cache}
+
+    async def order_kv(request: Request) -> Response:
+        read = (KV_GETS if request.method == "GET" else KV_POSTS)[request.url.path]
+        _, order = await read(await _body(request), WorkerNames())
+        return _json(await ask_all(_stores(worker), request.query_params.get("worker"), lambda e: e.order_store(order)))
+
+    async def reset_kv(request: Request) -> Response:
+        worker_named = request.query_params.get("worker")
+        return _json(await ask_all(_stores(worker), worker_named, lambda engine: engine.reset_prefix_cache()))
+
+    gets.update(dict.fromkeys(KV_GETS, order_kv))
+    posts = {
+        "/admin/drain": drain,
+        "/admin/reset_prefix_cache": reset_prefix_cache,
+        **dict.fromkeys(KV_POSTS, order_kv),
+        **dict.fromkeys(RESET_PATHS, reset_kv),
+    }
     keys = Keys(Credentials(admin_digests=tuple(admin_digests)), ServeConfig())
     return Starlette(
         routes=[
@@ -101,6 +124,36 @@ def build_app(worker: WorkerView, admin_digests: Sequence[str]) -> Starlette:
         middleware=[Middleware(Recorded), Middleware(Guard, keys=keys, open_metrics=True, limit=MAX_REQUESTS)],
         exception_handlers={HeadraceError: _answer_error, HTTPException: _answer_error, Exception: _answer_error},
     )
+
+
+class WorkerNames:
+    """The `Names` of a process that knows neither text nor tenants: prompts are token ids, and a scope is hex."""
+
+    async def tokens(self, model: str | None, prompt: str) -> Sequence[int]:
+        raise UnsupportedError("A worker's port has no text: give 'token_ids'.", param="prompt")
+
+    def scope(self, tenant: str | None, salt: str | None) -> bytes:
+        for param, value in (("tenant", tenant), ("cache_salt", salt)):
+            if value is not None:
+                raise UnsupportedError(
+                    "A worker's port knows no tenants: give 'scope' or 'owner', or ask a gateway.", param=param
+                )
+        return PUBLIC_SCOPE
+
+
+def _stores(worker: WorkerView) -> dict[str, StoreAdmin]:
+    """Return the ranks by the ids that they have as targets."""
+    return {target_id(worker.record.worker_id, rank.number): rank.engine for rank in worker.ranks}
+
+
+async def _body(request: Request) -> bytes:
+    """Return the whole body. Raises RequestError for one that is too large."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestError(f"The body is larger than {MAX_BODY_BYTES} bytes.", code="request_too_large")
+    return bytes(body)
 
 
 class Recorded:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from server.kv_metrics import store_families
 from server.metrics import EngineLoadCollector, merged
 from server.worker.rank import Rank
 
@@ -32,6 +33,11 @@ class RanksCollector(Collector):
             for event, count in rank.engine.host_counters.items():
                 wire.add_metric([label, event], count)
         yield from (ready, starts, wire)
+        yield from store_families(
+            ({"dp_rank": str(rank.number)}, load.kv_store)
+            for rank in self._ranks
+            if (load := rank.load) is not None and load.kv_store is not None
+        )
 
     def _loads(self) -> Iterator[Metric]:
         for rank in self._ranks:

@@ -46,12 +46,24 @@ def ask(blocks: int = 10, request_id: str = "r") -> Query:
     return Query(request_id=request_id, prompt_tokens=64 * blocks + 5, keys=KEYS[:blocks])
 
 
+def random_store(rng: random.Random) -> dict[str, Any]:
+    def total() -> dict[str, Any]:
+        seconds = rng.choice((0.0, 1e-300, 1.0, rng.random() * 1e11))
+        return {"tokens": rng.choice((0, 1, rng.randrange(2**53))), "seconds": seconds}
+
+    fetched = {tier: total() for tier in ("ram", "disk", "remote") if rng.random() < 0.5}
+    empty = {"tiers": [], "queues": {}, "clients": {}, "fetching": 0, "overdue_leases": 0, "fetch_rates": {}}
+    return {**empty, "fetched": fetched}
+
+
 def random_load(rng: random.Random) -> EngineLoad:
     """Return any load that passes the wire."""
     fields: dict[str, Any] = {"requests_total": {}, "draining": False}
     for name in EngineLoad.__struct_fields__:
         if name.endswith("_s_total"):
             fields[name] = rng.choice((0.0, 1e-300, 1.0, rng.random() * 1e11))
+        elif name == "kv_store":
+            fields[name] = rng.choice((None, random_store(rng)))
         elif name not in fields:
             fields[name] = rng.choice((0, 1, rng.randrange(1000), rng.randrange(2**53)))
     return msgspec.convert(fields, EngineLoad)

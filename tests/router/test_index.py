@@ -133,6 +133,36 @@ TestIndexOfArrays = ArrayMachine.TestCase
 TestIndex.settings = TestIndexOfArrays.settings = settings(max_examples=60, stateful_step_count=30)
 
 
+@pytest.mark.parametrize("few_keys", [0, 1000], ids=["arrays", "numbers"])
+def test_what_one_target_has_in_a_shared_tier_all_have_that_share_it(few_keys: int) -> None:
+    index, keys = PrefixIndex(1000, Clock(), few_keys=few_keys), chain(5, 6)
+    names = [f"t{number}" for number in range(70)]  # over two words
+    for name in names:
+        index.add_target(name)
+    for name in ("t0", "t1", "t69"):
+        index.share(name, "redis://a:6379/0")
+    index.share("t2", "redis://b:6379/0")
+    index.apply("t0", stored=keys[:4], tier="remote")
+    index.apply("t0", stored=keys[:1])
+    index.apply("t1", stored=keys[:2], tier="ram")
+    index.apply("t69", stored=keys[4:5], tier="remote")
+    assert index.lookup(query(keys)) == {
+        "t0": Hit(device=SIZE, remote=4 * SIZE),
+        "t1": Hit(ram=2 * SIZE, remote=3 * SIZE),
+        "t69": Hit(remote=5 * SIZE),
+    }
+    # What is told of each stays its own.
+    assert index.digest("t1").keys() == {"ram"}
+    assert index.digest("t0")["remote"].count == 4
+    index.share("t1", None)
+    assert index.lookup(query(keys))["t1"] == Hit(ram=2 * SIZE)
+    index.drop_target("t0")
+    assert index.lookup(query(keys)) == {"t1": Hit(ram=2 * SIZE)}
+    index.add_target("t0")
+    index.apply("t69", stored=keys[:2], tier="remote")
+    assert index.lookup(query(keys))["t0"] == Hit(remote=2 * SIZE)
+
+
 def test_many_targets_take_more_words_and_stay_apart() -> None:
     index = PrefixIndex(1000, Clock())
     keys = chain(5, 8)

@@ -5,8 +5,36 @@ from __future__ import annotations
 import pytest
 
 from engine.protocol import EngineLoad
+from kvstore.manager.figures import FetchTotal, StoreStats
 from router.pool_rates import PoolRates
 from router.rates import PRIOR_RATE, Meter, TargetRates
+
+
+def test_loads_from_tiers_are_measured_from_what_stores_report() -> None:
+    def fetched(steps: int, **totals: tuple[int, float]) -> EngineLoad:
+        told = {tier: FetchTotal(*total) for tier, total in totals.items()}
+        stats = StoreStats(
+            tiers=[],
+            queues={},
+            clients={},
+            fetching=0,
+            overdue_leases=0,
+            fetch_rates={},
+            fetched=told,  # type: ignore[arg-type]
+        )
+        return EngineLoad(steps_total=steps, kv_store=stats)
+
+    rates = TargetRates()
+    rates.observe(EngineLoad())
+    rates.observe(fetched(1, ram=(1000, 0.1)))
+    assert rates.fetch("ram") == pytest.approx(10_000)
+    assert rates.fetch("disk") is None
+    rates.observe(fetched(2, ram=(1000, 0.1), disk=(500, 0.5)))
+    assert rates.fetch("ram") == pytest.approx(10_000)
+    assert rates.fetch("disk") == pytest.approx(1000)
+    rates.observe(fetched(0))  # another process: its counters begin anew
+    rates.observe(fetched(1, disk=(500, 0.5)))
+    assert rates.fetch("disk") == pytest.approx(1000)
 
 
 def load(steps: int, tokens: int, busy_s: float, context: int = 0, decode_s: float = 0.0) -> EngineLoad:

@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from engine.protocol import AssetRef, EngineInfo, TextAssets
+from engine.protocol import AssetRef, EngineInfo, KVTierInfo, TextAssets
 from server.card import card, print_card
 from tests.support.infos import engine_info
 
@@ -33,6 +33,22 @@ def test_card_tells_everything_that_decides_tokens_and_capacity() -> None:
         assert told in text
     assert "2.5 requests at the full window" in text
     assert "http://127.0.0.1:8000\n" in text
+
+
+def test_card_tells_the_tiers_of_the_store_without_passwords() -> None:
+    tiers = (
+        KVTierInfo(tier="ram", capacity_bytes=4 << 30),
+        KVTierInfo(tier="disk", capacity_bytes=50 << 30, place="/kv", encrypted=True, is_direct=False),
+        KVTierInfo(tier="remote", place="redis://cache:6379/0", answers=False),
+    )
+    text = card(info(kv_tiers=tiers), "http://h")
+    for told in (
+        "KV store   ram: 4.0 GiB\n",
+        "disk: 50.0 GiB, at /kv, encrypted, through the page cache (no O_DIRECT)",
+        "remote: capacity not known, at redis://cache:6379/0, IT DOES NOT ANSWER",
+    ):
+        assert told in text
+    assert "KV store" not in card(info(), "http://h")
 
 
 def test_card_counts_one_thread_as_one() -> None:

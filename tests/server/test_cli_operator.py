@@ -140,6 +140,35 @@ def test_doctor_tells_what_is_there_and_fails_for_a_port_in_use(
     assert "BAD" not in capsys.readouterr().out
 
 
+def test_doctor_looks_at_the_tiers_of_a_kv_store(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADRACE_STATE_DIR", str(tmp_path))
+    (tmp_path / "file").write_text("in the way")
+    tiers = ["--kv-store", "ram=16MiB", "--kv-store", f"disk={tmp_path / 'kv'},64MiB,min-free=1KiB"]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
+        assert run(["doctor", "--port", "0", *tiers, "--kv-store", server]) == 0
+    shown = capsys.readouterr().out
+    for text in ("ok    kv ram", "ok    kv disk", "O_DIRECT", "not encrypted", "note  kv server", "does not answer"):
+        assert text in shown, shown
+    assert not (tmp_path / "kv").exists()
+    for tier, text in [
+        (f"disk={tmp_path / 'file' / 'kv'}", "cannot be written to"),
+        ("floppy=/a", "floppy"),
+        ("redis://:secret@/0", "no host"),
+    ]:
+        assert run(["doctor", "--port", "0", "--kv-store", tier]) == 1
+        shown = capsys.readouterr().out
+        assert text in shown, shown
+        assert "secret" not in shown.replace(f"{tmp_path}", "").replace("  secret  ", ""), shown
+    monkeypatch.setenv("HEADRACE_STATE_DIR", str(tmp_path / "file"))
+    assert run(["doctor", "--port", "0", *tiers]) == 0
+    shown = capsys.readouterr().out
+    assert "note  kv scope" in shown
+    assert "not found again" in shown
+
+
 def test_serve_refuses_a_bad_key_file_before_it_listens(capsys: Capture, tmp_path: Path) -> None:
     (tmp_path / "k").write_text("- broken\n")
     assert run(["serve", "--api-keys-file", str(tmp_path / "k"), "--port", "0"]) == 2
