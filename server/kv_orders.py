@@ -193,6 +193,8 @@ KV_POSTS: dict[str, Read] = {
     "/kv/weights_updated": read_weights,
 }
 KV_GETS: dict[str, Read] = {"/kv/stats": read_stats}
+RESET_PATHS = ("/kv/reset_prefix_cache", "/reset_prefix_cache")
+"""The second is vLLM's name."""
 
 
 async def _prompt(asked: PromptBody, names: Names) -> tuple[bytes, bytes]:

@@ -20,15 +20,12 @@ from engine.errors import HeadraceError, RequestError, UnsupportedError
 from engine.kv.store_orders import StoreAdmin, StoreAnswer
 from kvstore.keys import PUBLIC_SCOPE, owner_of
 from server.errors import reply_to
-from server.kv_orders import KV_GETS, KV_POSTS, KVBody, Read
+from server.kv_orders import KV_GETS, KV_POSTS, RESET_PATHS, KVBody, Read
 from server.openai.body import parse_body
 from server.openai.json_endpoint import JsonEndpoint, Reply
 from server.service import Service
 
 logger = logging.getLogger("headrace.admin")
-
-RESET_PATHS = ("/kv/reset_prefix_cache", "/reset_prefix_cache")
-"""The second is vLLM's name."""
 
 Order = Callable[[StoreAdmin], Awaitable[StoreAnswer | None]]
 

@@ -13,6 +13,7 @@ from server.access.priority import priority_of
 from server.access.record import RequestRecord, attach_record
 from server.access.session import session_of
 from server.access.trace import trace_of
+from server.kv_orders import KV_GETS, KV_POSTS, RESET_PATHS
 from server.logs import PROBE_PATHS, log_request
 from server.metrics import ServerMetrics
 
@@ -23,6 +24,7 @@ KNOWN_ROUTES = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/version", "/metrics", "/load"}
     | {"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"}
     | {"/admin/drain", "/admin/abort", "/admin/reset_prefix_cache", "/router/workers", "/router/explain", "/gateway"}
+    | {*KV_GETS, *KV_POSTS, *RESET_PATHS}
 )
 CLIENT_LEFT = "499"
 

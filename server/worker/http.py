@@ -32,8 +32,8 @@ from server.config import ServeConfig
 from server.errors import reply_to
 from server.fleet.link import target_id
 from server.health import ServiceState
-from server.kv_orders import KV_GETS, KV_POSTS
-from server.kv_routes import RESET_PATHS, ask_all
+from server.kv_orders import KV_GETS, KV_POSTS, RESET_PATHS
+from server.kv_routes import ask_all
 from server.metrics import CONTENT_TYPE
 from server.version import VERSION
 from server.worker.metrics import exposition

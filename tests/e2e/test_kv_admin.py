@@ -114,6 +114,8 @@ async def test_an_operator_sees_and_steers_the_store_of_one_engine(tiny_model: P
 async def _metrics_tell(server: HeadraceServer) -> bool:
     """Whether the metrics, which are a second old, have come to what the test did."""
     samples = await server.metrics()
+    assert samples['headrace_http_requests_total{route="/kv/flush",status="200"}'] == 1
+    assert samples['headrace_http_requests_total{route="/reset_prefix_cache",status="200"}'] == 1
 
     def value(name: str, **labels: str) -> float:
         """Of a series that is there as soon as the engine has counted."""
