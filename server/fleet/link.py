@@ -14,8 +14,9 @@ import msgspec
 
 from engine.errors import ConfigError
 from engine.protocol import Admin, EngineInfo, EngineLoad, GenerateRequest
-from engine.wire.client import RemoteEngine, RemoteState
+from engine.wire.client import RemoteEngine
 from engine.wire.curve import KeyPair
+from engine.wire.remote_state import RemoteState
 from router.readiness import WatchedEngine
 from router.registry.base import RankAddress, WorkerRecord
 from router.registry.compat import compatibility_digest
