@@ -5,16 +5,15 @@ Knows no HTTP, no text and no torch: a Runner computes. One thread owns it; noth
 
 from __future__ import annotations
 
-import heapq
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import msgspec
 
 from engine.config import EngineConfig
+from engine.deadlines import Deadlines
 from engine.errors import (
     ConfigError,
     DrainingError,
@@ -29,6 +28,7 @@ from engine.grammar.base import CompiledGrammar, GrammarError
 from engine.grammar.pool import TIME_LIMIT_S, GrammarPool
 from engine.kv.event_log import KVEventLog
 from engine.kv.groups import KVGroups
+from engine.load import Totals, load_of
 from engine.plan import Row, RowResult, Runner, StepPlan, StepResult
 from engine.protocol import (
     EngineInfo,
@@ -76,7 +76,6 @@ class EngineCore:
         self._max_running = info.max_running
         self._max_waiting = config.max_waiting
         self._clock = clock
-        self._wall_clock = wall_clock
         on_block = None if event_log is None else event_log.on_block
         self.kv = KVGroups(info.kv_groups, num_blocks, info.block_size, on_block)
         self.scheduler = Scheduler(
@@ -93,20 +92,11 @@ class EngineCore:
         self._grammars = grammars
         self._compiling: list[tuple[Request, Future[CompiledGrammar], float]] = []
         self._arrivals = 0
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines = Deadlines(clock, wall_clock, lambda: len(self._requests))
         self._outputs: list[TokenOutput] = []
         self._draining = False
         self._made_progress = False
-        self._steps = 0
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
-        self._output_tokens = 0
-        self._prefill_tokens = 0
-        self._prefill_busy_s = 0.0
-        self._decode_tokens = 0
-        self._decode_context_tokens = 0
-        self._decode_busy_s = 0.0
-        self._endings: Counter[str] = Counter()
+        self._totals = Totals()
 
     # ---- the door
 
@@ -154,9 +144,9 @@ class EngineCore:
         )
         self._arrivals += 1
         self._requests[spec.request_id] = request
-        self._prompt_tokens += request.prompt_len
+        self._totals.prompt_tokens += request.prompt_len
         if spec.deadline_unix_s is not None:
-            self._watch_deadline(spec.deadline_unix_s, request)
+            self._deadlines.watch(spec.deadline_unix_s, request)
         if grammar is None:
             self.scheduler.add(request)
         else:
@@ -192,7 +182,8 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput]:
         """Run one iteration and return what is new, in order. Blocks only in the runner, when it has enough to do."""
-        self._expire_deadlines()
+        for request in self._deadlines.expired():
+            self._end(request, "abort", error="the deadline has passed", error_code="deadline_exceeded")
         compiled = self._take_compiled() if self._compiling else 0
         loaded = self.scheduler.poll_port()
         plan = self.scheduler.schedule(self._clock())
@@ -286,7 +277,8 @@ class EngineCore:
         launched = self.scheduler.ledger.close(result.step)
         now_s = self._clock()
         prefill_tokens = context_tokens = 0
-        output_tokens = self._output_tokens
+        totals = self._totals
+        output_tokens = totals.output_tokens
         for row, request, row_result in zip(launched.plan.rows, launched.requests, result.rows, strict=True):
             if row.token_ids is not None:
                 prefill_tokens += row.count
@@ -297,15 +289,12 @@ class EngineCore:
             if request.state is not RequestState.FINISHED:
                 self._apply(row, request, row_result, now_s)
         self.scheduler.close_step(launched)
-        self._steps += 1
+        totals.steps += 1
         if prefill_tokens:
-            self._prefill_tokens += prefill_tokens
-            self._prefill_busy_s += result.compute_s
+            totals.add_prefill(prefill_tokens, result.compute_s)
             self.scheduler.port.observe_prefill(prefill_tokens, result.compute_s)
         else:
-            self._decode_tokens += self._output_tokens - output_tokens
-            self._decode_context_tokens += context_tokens
-            self._decode_busy_s += result.compute_s
+            totals.add_decode(totals.output_tokens - output_tokens, context_tokens, result.compute_s)
 
     def _apply(self, row: Row, request: Request, result: RowResult, now_s: float) -> None:
         if result.error is not None or (row.sample and not result.token_ids):
@@ -329,7 +318,7 @@ class EngineCore:
             del tokens[request.num_outputs - offset :]  # drafts accepted behind the end
         if result.logprobs is not None:
             logprobs = list(result.logprobs[: len(tokens)])
-        self._output_tokens += len(tokens)
+        self._totals.output_tokens += len(tokens)
         if request.first_token_s is None:
             request.first_token_s = now_s
         if reason is not None:
@@ -352,7 +341,7 @@ class EngineCore:
     ) -> TokenOutput:
         request.output_started = True
         if request.cached is not None:
-            self._cached_tokens += request.cached.total
+            self._totals.cached_tokens += request.cached.total
         return TokenOutput(
             request.request_id,
             request.spec.attempt,
@@ -392,65 +381,21 @@ class EngineCore:
             )
         )
         del self._requests[request.request_id]
-        self._endings[reason] += 1
+        self._totals.endings[reason] += 1
         self.scheduler.retire(request)
-
-    # ---- deadlines
-
-    def _watch_deadline(self, deadline_unix_s: float, request: Request) -> None:
-        # In the monotonic clock's time: from here on it does not matter when the wall clock is set.
-        deadline_s = self._clock() + deadline_unix_s - self._wall_clock()
-        heapq.heappush(self._deadlines, (deadline_s, request.order[1], request))
-        # Requests that ended in time stay in the heap until their deadline; clear them out before they outnumber the
-        # live ones, which costs O(1) per request on average.
-        if len(self._deadlines) > 2 * len(self._requests) + 64:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
-            heapq.heapify(self._deadlines)
-
-    def _expire_deadlines(self) -> None:
-        if not self._deadlines:
-            return
-        now_s = self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            request = heapq.heappop(self._deadlines)[2]
-            if not request.finished:
-                self._end(request, "abort", error="the deadline has passed", error_code="deadline_exceeded")
 
     # ---- what others ask
 
     def load(self) -> EngineLoad:
         """Tell what happens now, at a cost that does not grow with the queue."""
-        running, queued, context = len(self.scheduler.running), self.scheduler.queued_tokens, 0
-        for request in self.scheduler.running:
-            missing = len(request.tokens) - request.num_computed
-            if missing > 1:
-                queued += missing
-            else:
-                context += request.num_computed
-        loading = [request for request in self.scheduler.port.loading_requests() if not request.finished]
-        queued += sum(len(request.tokens) for request in loading)
-        queued += sum(len(request.tokens) for request, _, _ in self._compiling)
-        waiting_kv = len(loading)
-        return EngineLoad(
-            running=running,
-            waiting=len(self._requests) - running - waiting_kv,
-            waiting_kv=waiting_kv,
-            queued_uncached_tokens=queued,
-            kv_blocks_used=self.kv.blocks_used,
-            kv_blocks_total=self.kv.blocks_total,
-            steps_total=self._steps,
-            preemptions_total=self.scheduler.preemptions,
-            prompt_tokens_total=self._prompt_tokens,
-            cached_tokens_total=self._cached_tokens,
-            output_tokens_total=self._output_tokens,
-            requests_total=dict(self._endings),
-            prefill_tokens_total=self._prefill_tokens,
-            prefill_busy_s_total=self._prefill_busy_s,
+        compiling = (request for request, _, _ in self._compiling)
+        return load_of(
+            self.scheduler,
+            self.kv,
+            self._totals,
+            live=len(self._requests),
+            compiling=compiling,
             draining=self._draining,
-            running_context_tokens=context,
-            decode_tokens_total=self._decode_tokens,
-            decode_context_tokens_total=self._decode_context_tokens,
-            decode_busy_s_total=self._decode_busy_s,
         )
 
     def check_integrity(self) -> None:

@@ -20,7 +20,7 @@ from router.block_table import EMPTY, BlockTable, Slots, Words
 from router.few_hits import few_hits
 from router.index_planes import PLANES, RUN, SPECULATIVE, TIERS
 from router.speculation import Speculation
-from router.target_bits import WORD_BITS, TargetBits, mask_of
+from router.target_bits import WORD_BITS, TargetBits, mask_of, plain_mask_of
 from router.values import Hit, Query
 
 FILL = 0.75
@@ -140,7 +140,7 @@ class PrefixIndex:
             slots = self._table.insert(np.unique(np.array(prints, np.uint64)), self._age())
             self._table.plane(SPECULATIVE)[bit // WORD_BITS, slots[slots >= 0]] |= mask_of(bit)
             return
-        mask, view, age = int(mask_of(bit)), self._table.view(SPECULATIVE, bit // WORD_BITS), self._age()
+        mask, view, age = plain_mask_of(bit), self._table.view(SPECULATIVE, bit // WORD_BITS), self._age()
         for one in prints:
             view[self._table.insert_one(one, age)] |= mask
 
@@ -199,7 +199,7 @@ class PrefixIndex:
 
     def _store_few(self, bit: int, tier: Tier, keys: Sequence[bytes]) -> None:
         """`_store`, key by key."""
-        mask, view = int(mask_of(bit)), self._table.view(PLANES.index(tier), bit // WORD_BITS)
+        mask, view = plain_mask_of(bit), self._table.view(PLANES.index(tier), bit // WORD_BITS)
         fresh, age = [], self._age()
         for key in keys:
             slot = self._table.insert_one(fingerprint(key), age)
@@ -213,7 +213,7 @@ class PrefixIndex:
         """`_remove`, key by key."""
         if self._table.planes[PLANES.index(tier)] is None:
             return
-        mask, view = int(mask_of(bit)), self._table.view(PLANES.index(tier), bit // WORD_BITS)
+        mask, view = plain_mask_of(bit), self._table.view(PLANES.index(tier), bit // WORD_BITS)
         gone = []
         for key in dict.fromkeys(keys):
             slot = self._table.find_one(fingerprint(key))
@@ -263,7 +263,7 @@ class PrefixIndex:
             self._table.release(slots)
 
     def _end_few(self, bit: int, ended: Sequence[int]) -> None:
-        mask, view = int(mask_of(bit)), self._table.view(SPECULATIVE, bit // WORD_BITS)
+        mask, view = plain_mask_of(bit), self._table.view(SPECULATIVE, bit // WORD_BITS)
         for one in ended:
             slot = self._table.find_one(one)
             if slot >= 0:

@@ -87,4 +87,9 @@ class TargetBits:
 
 def mask_of(bit: int) -> np.uint64:
     """Return the bit's mask in its word."""
-    return np.uint64(1 << bit % WORD_BITS)
+    return np.uint64(plain_mask_of(bit))
+
+
+def plain_mask_of(bit: int) -> int:
+    """The same as a number of Python's, for what is done one by one."""
+    return 1 << bit % WORD_BITS

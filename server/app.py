@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from engine.errors import HeadraceError
 from engine.protocol import EngineLoad
@@ -38,6 +40,19 @@ from server.version import VERSION
 
 SCRAPE_TIMEOUT_S = 2.0
 """Of the engine's part of /metrics: a busy engine costs a scrape its gauges, not its answer."""
+
+
+class Application(FastAPI):
+    """The framework with our layers around all of its own, `layers[-1]` outermost: requests that take the short cut pay
+    for none of them, and the outermost layer sees the answers to faults that nobody foresaw as well."""
+
+    layers: Sequence[Callable[[ASGIApp], ASGIApp]] = ()
+
+    def build_middleware_stack(self) -> ASGIApp:
+        app = super().build_middleware_stack()
+        for layer in self.layers:
+            app = layer(app)
+        return app
 
 
 def build_app(
@@ -71,7 +86,7 @@ def build_app(
 
     # The framework's pages about /openapi.json load their scripts from a foreign host. Its telemetry asks its library
     # three times for each request whether somebody has set it up, which nobody has.
-    app = FastAPI(
+    app = Application(
         title="Headrace",
         version=VERSION,
         lifespan=lifespan,
@@ -98,17 +113,19 @@ def build_app(
     app.include_router(_metrics_route(service))
     for error in (HeadraceError, HTTPException, Exception):
         app.add_exception_handler(error, _answer_error)
-    app.add_middleware(ShortCut, endpoints=endpoints)
     limit = config.share(config.max_concurrent_requests)
-    app.add_middleware(
-        Guard,
-        keys=keys,
-        open_metrics=config.open_metrics,
-        limit=limit,
-        limiter=limiter,
-        debug_for_all=config.debug_header,
-    )
-    app.add_middleware(EdgeMiddleware, metrics=service.metrics, access_log=access_log)
+    app.layers = [
+        partial(ShortCut, endpoints=endpoints),
+        partial(
+            Guard,
+            keys=keys,
+            open_metrics=config.open_metrics,
+            limit=limit,
+            limiter=limiter,
+            debug_for_all=config.debug_header,
+        ),
+        partial(EdgeMiddleware, metrics=service.metrics, access_log=access_log),
+    ]
     describe_bodies(app)
     return app
 

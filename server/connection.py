@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from server.errors import error_body
+from server.joined_head import JoinedHead
 
 logger = logging.getLogger("headrace.http")
 
@@ -168,6 +169,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        cycle.transport = JoinedHead(self.transport, self.loop)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:

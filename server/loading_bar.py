@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import Protocol, TextIO
 
-from engine.wire.client import RemoteState
+from engine.wire.remote_state import RemoteState
 
 log = logging.getLogger(__name__)
 

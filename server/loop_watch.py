@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from engine.wire.client import RemoteState
+from engine.wire.remote_state import RemoteState
 
 LOOKS = 10
 """Looks in the shorter of the times. Looks are counted and not seconds: while this process was stopped, alone or with

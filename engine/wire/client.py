@@ -1,99 +1,48 @@
 """The client's end of the wire: `RemoteEngine` is an `Engine` whose work is done in another process.
 
-Owns the streams of its running requests and what is known of the engine's state; engine/wire/session.py owns the
-sockets. Lives on one asyncio (or uvloop) loop. The path of a token is one decoded message per engine step, one deque
-and at most one future per request: no task, no lock.
+Owns the connection and what is known of the engine's state; engine/wire/streams.py has the running requests, calls.py
+the control calls, session.py the sockets. Lives on one asyncio (or uvloop) loop. The path of a token is one decoded
+message per engine step, one deque and at most one future per request: no task, no lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Literal
 
 import msgspec
 import zmq
 
 from engine.errors import (
     ConfigError,
-    DrainingError,
     EngineDiedError,
     EngineError,
     EngineSilentError,
-    HeadraceError,
-    LoadingError,
-    PressureError,
     RequestError,
-    RequestFailedError,
     UnsupportedError,
 )
 from engine.kv.store_orders import NewWeights, StoreAnswer, StoreOrder, WeightsEpoch
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
 from engine.wire import messages as wire
+from engine.wire.calls import Calls
 from engine.wire.curve import KeyPair, check_public_key, secure_client
 from engine.wire.errors import from_wire
 from engine.wire.load_watch import LOAD_CREDIT, LoadWatch
+from engine.wire.remote_state import RemoteState
 from engine.wire.session import Session, Socket
+from engine.wire.streams import Stream, Streams
 from kvstore.keys import token_words
 
 OUTPUT_CREDIT = 64
 """Outputs messages that may be under way: enough for steps of a millisecond and a loop that stalls for 60 ms."""
-
-MAX_STREAMS = 16_384
-"""Bounds what a stuck engine can make this process hold."""
 
 REFUSED_RETRY_S = 1.0
 REFUSED_MESSAGE = "The engine and this process do not accept each other's keys."
 
 MAX_ASSET_BYTES = 256 * 1024 * 1024
 """The largest tokenizers have 40 MB."""
-
-CALL_TIMEOUT_S = 30.0
-"""For the control calls. An engine answers between two steps."""
-
-
-class RemoteState(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the engine. "loading" until it was reached once, "dead" whenever it is lost after that.
-
-    `progress` of loading is in [0, 1]. `error` says why the engine failed, also after its process is gone.
-    `incarnation` is of the engine that is connected. `info` is set when "ready" or "draining".
-    """
-
-    state: Literal["loading", "ready", "draining", "failed", "dead"] = "loading"
-    progress: float = 0.0
-    message: str = ""
-    error: HeadraceError | None = None
-    incarnation: str | None = None
-    info: EngineInfo | None = None
-
-
-class _Stream:
-    """One running attempt. It stays known after its end here until the engine has ended it, so that an id which is used
-    again cannot receive the old attempt's outputs. `is_ending` once the engine was told to end it."""
-
-    __slots__ = ("attempt", "error", "is_ending", "next_offset", "outputs", "waiter")
-
-    def __init__(self, attempt: int, next_offset: int) -> None:
-        self.attempt = attempt
-        self.next_offset = next_offset
-        self.outputs: deque[TokenOutput] = deque()
-        self.error: HeadraceError | None = None
-        self.is_ending = False
-        self.waiter: asyncio.Future[None] | None = None
-
-    def wake(self) -> None:
-        waiter = self.waiter
-        if waiter is not None:
-            self.waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def fail(self, error: HeadraceError) -> None:
-        self.error = error
-        self.wake()
 
 
 class RemoteEngine:
@@ -125,9 +74,8 @@ class RemoteEngine:
         self._session: Session | None = None
         self._state = RemoteState(message="Waiting for the engine's process.")
         self._changed = asyncio.Event()
-        self._streams: dict[str, _Stream] = {}
-        self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
-        self._last_call = 0
+        self._streams = Streams(self._send, self.counters)
+        self._calls = Calls(self._send)
         self._owed_credit = 0
         if (keys is None) != (server_key is None):
             raise ConfigError("A secured connection needs both our own keys and the engine's public key.")
@@ -243,27 +191,23 @@ class RemoteEngine:
                 await stream.waiter
         finally:
             if not ended:
-                self._abandon(request.request_id, stream)
+                self._streams.abandon(request.request_id, stream)
 
     async def finish(self, request_id: str, keep_tokens: int) -> None:
-        if stream := self._streams.get(request_id):
-            stream.is_ending = True
-            self._send(wire.Finish(request_id, keep_tokens))
+        self._streams.end(request_id, wire.Finish(request_id, keep_tokens))
 
     async def abort(self, request_id: str) -> None:
-        if stream := self._streams.get(request_id):
-            stream.is_ending = True
-            self._send(wire.Abort(request_id))
+        self._streams.end(request_id, wire.Abort(request_id))
 
     async def describe(self) -> EngineInfo:
         if self._state.info is None:
-            raise self._unavailable()
+            raise self._state.refusal()
         return self._state.info
 
     async def fetch_asset(self, digest: str) -> bytes:
         data = bytearray()
         while True:
-            reply = await self._call(wire.FetchAsset(self._next_call(), digest, len(data)))
+            reply = await self._call(wire.FetchAsset(self._calls.next_id(), digest, len(data)))
             if not isinstance(reply, wire.AssetReply):
                 raise EngineError("The engine answered with something else than an asset.")
             data += reply.data
@@ -273,21 +217,21 @@ class RemoteEngine:
                 return bytes(data)
 
     async def load(self) -> EngineLoad:
-        reply = await self._call(wire.GetLoad(self._next_call()))
+        reply = await self._call(wire.GetLoad(self._calls.next_id()))
         if not isinstance(reply, wire.LoadReply):
             raise EngineError("The engine answered with something else than its load.")
         return reply.load
 
     async def drain(self) -> None:
-        await self._call(wire.Drain(self._next_call()))
+        await self._call(wire.Drain(self._calls.next_id()))
 
     # --- Admin --------------------------------------------------------------------------------------------------------
 
     async def reset_prefix_cache(self) -> None:
-        await self._call(wire.ResetPrefixCache(self._next_call()))
+        await self._call(wire.ResetPrefixCache(self._calls.next_id()))
 
     async def abort_requests(self, request_id: str) -> int:
-        reply = await self._call(wire.AbortRequests(self._next_call(), request_id))
+        reply = await self._call(wire.AbortRequests(self._calls.next_id(), request_id))
         if not isinstance(reply, wire.CountReply):
             raise EngineError("The engine answered with something else than a count.")
         return reply.count
@@ -300,94 +244,31 @@ class RemoteEngine:
                 raise UnsupportedError("This engine has no KV store (--kv-store).", code="kv_store_off")
             await self.reset_prefix_cache()
             return WeightsEpoch(epoch="")
-        reply = await self._call(wire.OrderStore(self._next_call(), order))
+        reply = await self._call(wire.OrderStore(self._calls.next_id(), order))
         if not isinstance(reply, wire.StoreReply):
             raise EngineError("The engine answered with something else than its KV store's answer.")
         return reply.answer
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _submit(self, request: GenerateRequest) -> _Stream:
+    def _submit(self, request: GenerateRequest) -> Stream:
         if self._state.state != "ready":
-            raise self._unavailable()
-        old = self._streams.get(request.request_id)
-        if old is not None and old.attempt >= request.attempt:
-            raise RequestError(f"Request {request.request_id} is running already.", param="request_id")
-        if len(self._streams) >= MAX_STREAMS:
-            raise PressureError(f"{MAX_STREAMS} requests are running already.")
+            raise self._state.refusal()
+        self._streams.check(request)
         sent_unix_s = None if request.deadline_unix_s is None else time.time()
         promptless = msgspec.structs.replace(request, prompt_ids=[])
         frame = self._encode(wire.Submit(promptless, sent_unix_s, _prompt_words(request)))
         if len(frame) > wire.MAX_CLIENT_FRAME_BYTES:
             raise RequestError(f"The request is larger than {wire.MAX_CLIENT_FRAME_BYTES} bytes.", param="prompt")
-        if old is not None:
-            self._replace(request.request_id, old)
-        stream = _Stream(request.attempt, len(request.resume_ids))
-        self._streams[request.request_id] = stream
+        stream = self._streams.begin(request)
         self.submits_sent += 1
         self._send_frame(frame)
         return stream
 
-    def _abandon(self, request_id: str, stream: _Stream) -> None:
-        """The consumer left. The stream is forgotten when the engine's terminal output comes."""
-        stream.outputs.clear()
-        if self._streams.get(request_id) is stream and not stream.is_ending:
-            self._send(wire.Abort(request_id))
-
-    def _replace(self, request_id: str, old: _Stream) -> None:
-        """A later attempt takes the id: the engine lets go of the earlier one first, and nobody waits for that one."""
-        self._send(wire.Abort(request_id))
-        old.fail(RequestFailedError("A later attempt took the request's place."))
-
-    def _unavailable(self) -> HeadraceError:
-        state = self._state
-        match state.state:
-            case "loading" | "ready":
-                return LoadingError(state.message or "The model is loading.", progress=state.progress)
-            case "draining":
-                return DrainingError("The engine is shutting down.")
-        return EngineDiedError(state.message or "The engine is gone.")
-
-    def _deliver(self, batch: list[TokenOutput]) -> None:
-        streams = self._streams
-        for output in batch:
-            stream = streams.get(output.request_id)
-            if stream is None or output.attempt != stream.attempt or output.offset < stream.next_offset:
-                self.counters["late_outputs"] += 1
-                continue
-            if output.offset > stream.next_offset:
-                # Tokens are missing: better a new attempt from what has arrived than a stream with a hole.
-                self._streams.pop(output.request_id)
-                self._send(wire.Abort(output.request_id))
-                stream.fail(EngineDiedError("Outputs of the engine were lost on their way."))
-                continue
-            stream.next_offset += len(output.token_ids)
-            if output.finish_reason is not None:
-                del streams[output.request_id]
-            stream.outputs.append(output)
-            stream.wake()
-
-    # --- calls --------------------------------------------------------------------------------------------------------
-
-    def _next_call(self) -> int:
-        self._last_call += 1
-        return self._last_call
-
     async def _call(self, message: wire.Call) -> wire.Reply:
         if self._state.state not in ("ready", "draining"):
-            raise self._unavailable()
-        future: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
-        self._calls[message.call_id] = future
-        try:
-            self._send(message)
-            reply = await asyncio.wait_for(future, CALL_TIMEOUT_S)
-        except TimeoutError:
-            raise EngineError(f"The engine has not answered for {CALL_TIMEOUT_S:g} s.") from None
-        finally:
-            self._calls.pop(message.call_id, None)
-        if isinstance(reply, wire.ErrorReply):
-            raise from_wire(reply.error)
-        return reply
+            raise self._state.refusal()
+        return await self._calls.ask(message)
 
     # --- the connection -----------------------------------------------------------------------------------------------
 
@@ -437,12 +318,8 @@ class RemoteEngine:
                 self._change(state)
 
     def _lose(self, died: EngineDiedError) -> None:
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.fail(died)
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(died)
+        self._streams.fail(died)
+        self._calls.fail(died)
         self._load.forget()
         error = self._state.error
         self._change(RemoteState(state="dead", message=str(error or died), error=error))
@@ -468,7 +345,7 @@ class RemoteEngine:
             return
         if type(message) is wire.Outputs:
             self._owed_credit += 1
-            self._deliver(message.batch)
+            self._streams.deliver(message.batch)
         else:
             self._receive_control(message)
 
@@ -483,10 +360,7 @@ class RemoteEngine:
     def _receive_control(self, message: wire.EngineMessage) -> None:
         match message:
             case wire.Refused(request_id, attempt, error):
-                stream = self._streams.get(request_id)
-                if stream is not None and stream.attempt == attempt:
-                    del self._streams[request_id]
-                    stream.fail(from_wire(error))
+                self._streams.refuse(request_id, attempt, from_wire(error))
             case wire.Welcome(_, incarnation):
                 self._change(RemoteState(message="The model is loading.", incarnation=incarnation))
             case wire.Status():
@@ -524,8 +398,8 @@ class RemoteEngine:
             if self._state.info is None:
                 ready = RemoteState(state="ready", progress=1.0, incarnation=reply.info.incarnation, info=reply.info)
                 self._change(ready)
-        elif (call := self._calls.get(reply.call_id)) is not None and not call.done():
-            call.set_result(reply)
+        else:
+            self._calls.answer(reply)
 
 
 def _prompt_words(request: GenerateRequest) -> bytes:

@@ -15,8 +15,9 @@ import msgspec
 from engine.errors import ConfigError
 from engine.kv.store_orders import StoreAdmin
 from engine.protocol import Admin, EngineInfo, EngineLoad, GenerateRequest
-from engine.wire.client import RemoteEngine, RemoteState
+from engine.wire.client import RemoteEngine
 from engine.wire.curve import KeyPair
+from engine.wire.remote_state import RemoteState
 from kvstore.manager.figures import StoreStats
 from router.readiness import WatchedEngine
 from router.registry.base import RankAddress, WorkerRecord

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from engine.wire.client import RemoteState
+from engine.wire.remote_state import RemoteState
 
 log = logging.getLogger("headrace.fleet")
 

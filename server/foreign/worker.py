@@ -25,7 +25,7 @@ from engine.errors import (
 )
 from engine.kv.store_orders import StoreAnswer, StoreOrder
 from engine.protocol import EngineInfo, EngineLoad, GenerateRequest, TokenOutput
-from engine.wire.client import RemoteState
+from engine.wire.remote_state import RemoteState
 from server.foreign.dialect import Dialect, no_ids
 from server.foreign.exchange import Exchange, ExchangeEnded
 from server.foreign.outputs import outputs_of

@@ -201,8 +201,10 @@ async def _answer_or_tell(service: Service, answer: Answering, body: Body, chann
 
 async def prepared_in_turn(service: Service, caller: Caller, prepare: Callable[[], Awaitable[T]]) -> T:
     """Do what comes before the engine has the request, which from then on minds the deadline itself."""
-    left_s = None if caller.deadline_unix_s is None else max(0.0, caller.deadline_unix_s - time())
-    deadline = asyncio.timeout(left_s)
+    if caller.deadline_unix_s is None:
+        async with service.preparing:
+            return await prepare()
+    deadline = asyncio.timeout(max(0.0, caller.deadline_unix_s - time()))
     try:
         async with deadline, service.preparing:
             return await prepare()

@@ -211,13 +211,12 @@ def _failure(output: TokenOutput) -> DeadlineError | RequestError | RequestFaile
     return error
 
 
-async def merged(runs: Sequence[ChoiceRun], clock: RequestClock) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of all choices as they come. The first failure ends all of them and is raised."""
-    if len(runs) == 1:
-        async with aclosing(runs[0].pieces(clock)) as pieces:
-            async for piece in pieces:
-                yield piece
-        return
+def merged(runs: Sequence[ChoiceRun], clock: RequestClock) -> AsyncGenerator[Piece, None]:
+    """Return the pieces of all choices as they come. The first failure ends all of them and is raised."""
+    return runs[0].pieces(clock) if len(runs) == 1 else _merged(runs, clock)
+
+
+async def _merged(runs: Sequence[ChoiceRun], clock: RequestClock) -> AsyncGenerator[Piece, None]:
     queue: asyncio.Queue[Piece | Exception] = asyncio.Queue(MERGE_QUEUE_PIECES)
     pumps = [asyncio.create_task(_pump(run.pieces(clock), queue)) for run in runs]
     try:

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from engine import errors as tree
 from server.config import ServeConfig
 from server.errors import TABLE, BodyTooLargeError, BodyTooSlowError, ClientGoneError, UnknownModelError, reply_to
+from server.service import Service
 from tests.support.api_server import ApiServer, chat_body, completion_body, serving
 from tests.support.fake_engine import MAX_MODEL_LEN, FakeEngine
 from tests.support.tiny_text import EOS_ID, VOCAB_SIZE
@@ -525,3 +526,21 @@ async def test_a_huge_faulty_body_gets_a_short_answer(server: ApiServer) -> None
     response = await server.chat(messages=[{"role": "x" * 50_000, "content": "a"}] * 3)
     check_error(response, 400)
     assert len(response.content) < 1000
+
+
+async def test_a_fault_that_nobody_foresaw_behind_the_framework_is_told_and_counted_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(FakeEngine()) as server:
+
+        def fail(self: object) -> None:
+            raise ZeroDivisionError("secret detail")
+
+        monkeypatch.setattr(Service, "state", fail)
+        response = await server.client.get("/health", headers={"x-request-id": "mine"})
+        monkeypatch.undo()
+        metrics = (await server.client.get("/metrics")).text
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert response.headers["x-request-id"] == "mine"
+    assert 'headrace_http_requests_total{route="/health",status="500"} 1.0' in metrics

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.wire.client import RemoteState
+from engine.wire.remote_state import RemoteState
 from server.loading_bar import show_loading
 
 

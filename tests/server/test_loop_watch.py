@@ -9,7 +9,7 @@ import sys
 import msgspec
 import pytest
 
-from engine.wire.client import RemoteState
+from engine.wire.remote_state import RemoteState
 from server.loop_watch import COMPUTING_PATIENCE, LOOKS, LoopWatch, main_thread_marks
 from tests.support.infos import engine_info
 from tests.support.until import until

@@ -12,8 +12,9 @@ from typing import Literal
 
 import pytest
 
-from engine.wire.client import RemoteEngine, RemoteState
+from engine.wire.client import RemoteEngine
 from engine.wire.merge import merge_outputs
+from engine.wire.remote_state import RemoteState
 from router.supervisor import Supervisor
 from server.fleet.stalls import LOOKS, MAX_PATIENCE, StallWatch
 from tests.support.holdable import HOLD, LET_GO
