@@ -181,7 +181,8 @@ class Fleet:
                 link = self._link(record, rank)
                 link.open()
             except ConfigError as error:
-                self._complain(name, f"worker {record.worker_id} cannot be connected to: {error}")
+                told = f"worker {record.worker_id} cannot be connected to: {error} {error.hint or ''}"
+                self._complain(name, told.rstrip())
                 continue
             self._links[name] = link
 

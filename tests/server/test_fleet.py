@@ -285,6 +285,7 @@ async def test_a_gateway_with_a_key_sends_nothing_in_the_clear_to_other_machines
         for one in records:
             told = f"{one.worker_id} cannot be connected to: It has no key"
             assert (told in caplog.text) == (one.worker_id in refused)
+        assert ("or this gateway --insecure" in caplog.text) == bool(refused)
     finally:
         await fleet.close()
 
