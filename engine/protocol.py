@@ -273,7 +273,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def numerics_fingerprint(self) -> str:
         kv = f" with KV in {self.kv_dtype}" if self.kv_dtype else ""
-        return f"{self.device}/{self.operators}/{self.dtype}{kv}/{self.numerics}/{self.arithmetic}"
+        known = f"{self.device}/{self.operators}/{self.dtype}{kv}/{self.numerics}"
+        return f"{known}/{self.arithmetic}" if self.arithmetic else known
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

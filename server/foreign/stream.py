@@ -106,16 +106,18 @@ class Stream:
         cached = self._cached if self._is_first else None
         self._is_first = False
         self._has_told_cached = self._has_told_cached or cached is not None
+        self._emitted += ids
+        # Many servers tell the end behind the last token, and it may come by itself.
+        last_id = self._emitted[-1] if self._emitted else None
         output = TokenOutput(
             self.request.request_id,
             self.request.attempt,
             self.offset,
             ids,
             finish,
-            stop_token=ids[-1] if finish == "stop" and ids and ids[-1] in self._ends else None,
+            stop_token=last_id if finish == "stop" and last_id in self._ends else None,
             logprobs=logprobs if wants else None,
             cached=None if cached is None else CachedTokens(device=cached),
         )
         self.offset += count
-        self._emitted += ids
         return output

@@ -106,7 +106,9 @@ async def test_streams_move_between_servers_of_token_ids(site: Site) -> None:
         async def is_idle() -> bool:
             workers = {one["worker_id"]: one for one in (await client.get("/router/workers")).json()}
             status = workers["second"]["status"]
-            return workers["second"]["connection"] == "ready" and status["in_flight"] == status["load"]["running"] == 0
+            if workers["second"]["connection"] != "ready" or status["load"] is None:
+                return False
+            return status["in_flight"] == status["load"]["running"] == 0
 
         await until(is_idle, "it tells that nothing runs")
         refused = await client.post("/v1/completions", json=body(1, bad_words=["x"]))
