@@ -107,7 +107,7 @@ def note_replays(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     return replayed
 
 
-@pytest.mark.parametrize("decoder", ["llama3 rope", "qwen3, biases, mixed"])
+@pytest.mark.parametrize("decoder", [pytest.param("llama3 rope", marks=pytest.mark.soak), "qwen3, biases, mixed"])
 def test_tokens_are_those_of_the_cpus_operators(
     device: torch.device, decoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

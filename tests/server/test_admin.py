@@ -17,6 +17,9 @@ from tests.support.processes import api_processes, text_core
 from tests.support.until import until
 
 TENANT, ADMIN = "hr-tenant-0123456789abcdef", "hr-admin-0123456789abcdef"
+ASKED = 40
+"""So often all of two processes are reached: the chance of missing one is 2 to the power of -39."""
+
 WITH_KEYS = Credentials(keys=(KeyEntry(digest_of(TENANT), "a"),), admin_digests=(digest_of(ADMIN),))
 
 
@@ -134,7 +137,7 @@ async def test_abort_and_drain_reach_requests_of_every_api_process(tmp_path: Pat
                 except httpx.TransportError:
                     return False
 
-            for _ in range(8):
+            for _ in range(ASKED):
                 await until(is_ready, "ready")
 
             async def stream(length: int, started: asyncio.Future[str]) -> str:
@@ -164,7 +167,9 @@ async def test_abort_and_drain_reach_requests_of_every_api_process(tmp_path: Pat
             assert (await client.post("/admin/drain")).json() == {"status": "draining"}
 
             async def refuses() -> bool:
-                answers = [await client.post("/v1/completions", json=completion_body(max_tokens=1)) for _ in range(8)]
+                answers = [
+                    await client.post("/v1/completions", json=completion_body(max_tokens=1)) for _ in range(ASKED)
+                ]
                 return all(answer.status_code == 503 for answer in answers)
 
             await until(refuses, "all processes refuse")
